@@ -1,0 +1,64 @@
+"""dcnet: decoupled networks (Liu et al., CVPR 2018) for PyTorch.
+
+A convolution's output is ⟨w, x⟩ = ‖w‖‖x‖cos θ. A decoupled operator replaces it by h(‖w‖, ‖x‖)·g(θ), with the
+magnitude function h and the angular function g chosen from a catalogue, learned, or one's own.
+"""
+
+from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
+from dcnet.layers import (
+    DecoupledConv1d,
+    DecoupledConv2d,
+    DecoupledConv3d,
+    DecoupledLinear,
+    DecoupleReport,
+    LazyDecoupledConv1d,
+    LazyDecoupledConv2d,
+    LazyDecoupledConv3d,
+    WeightProjection,
+    average_statistics_,
+    decouple_,
+    orthogonal_penalty,
+    orthonormal_penalty,
+    parameter_groups,
+    project_weights_,
+    recalibrate_,
+    sync_norms_,
+    weight_gradients_,
+)
+from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DecoupleReport",
+    "DecoupledConv1d",
+    "DecoupledConv2d",
+    "DecoupledConv3d",
+    "DecoupledLinear",
+    "LazyDecoupledConv1d",
+    "LazyDecoupledConv2d",
+    "LazyDecoupledConv3d",
+    "WeightProjection",
+    "angular",
+    "angulars",
+    "at_least",
+    "average_statistics_",
+    "decouple_",
+    "decoupled_conv1d",
+    "decoupled_conv2d",
+    "decoupled_conv3d",
+    "decoupled_linear",
+    "learnable",
+    "m",
+    "magnitude",
+    "magnitudes",
+    "orthogonal_penalty",
+    "orthonormal_penalty",
+    "parameter_groups",
+    "patch_norm",
+    "positive",
+    "project_weights_",
+    "recalibrate_",
+    "sync_norms_",
+    "weight_gradients_",
+]

@@ -1,0 +1,52 @@
+"""The curves of every magnitude and angular function in the catalogue, a user's own included."""
+
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcnet.formulas import Formula, angulars, choose, magnitudes
+
+# Okabe and Ito's colours: distinct for the colour-blind; the line styles keep them apart in grey print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
+
+
+def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: float) -> None:
+    # thick below thin, so that curves which coincide (square_cosine is power_cosine with p = 2) stay visible
+    widths = torch.linspace(3.4, 1.4, len(formulas)).tolist()
+    for formula, width, colour, style in zip(formulas, widths, cycle(COLOURS), cycle(STYLES), strict=False):
+        value = choose(formula.kind, formula)(argument, torch.full_like(argument, rho))[0]
+        y = torch.as_tensor(value, dtype=argument.dtype).expand_as(argument)
+        axis.plot(x.numpy(), y.numpy(), color=colour, linestyle=style, linewidth=width, label=formula.name)
+
+
+def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
+    """Draws h over ‖x‖ for every magnitude, with its default parameters and radius `rho`."""
+    n = torch.linspace(0.0, 3.0 * rho, 301, dtype=torch.float64)
+    _draw(axis, list(magnitudes().values()), n, n, rho)
+    axis.set(xlabel="‖x‖", ylabel="h(‖x‖)", title=f"Magnitude functions (ρ = {rho:g})", xlim=(0.0, 3.0 * rho), ylim=(0.0, None))
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.25)
+
+
+def draw_angulars(axis: Any) -> None:
+    """Draws g over θ for every angular function, with its default parameters."""
+    theta = torch.linspace(0.0, torch.pi, 301, dtype=torch.float64)
+    _draw(axis, list(angulars().values()), theta, theta.cos(), 1.0)
+    axis.set(xlabel="θ", ylabel="g(θ)", title="Angular functions", xlim=(0.0, torch.pi))
+    axis.set_xticks([0.0, torch.pi / 4, torch.pi / 2, 3 * torch.pi / 4, torch.pi], ["0", "π/4", "π/2", "3π/4", "π"])
+    axis.legend(frameon=False)
+    axis.grid(alpha=0.25)
+
+
+def draw_functions() -> Any:
+    """A figure with both catalogues side by side."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_magnitudes(left)
+    draw_angulars(right)
+    return figure

@@ -1,0 +1,264 @@
+"""The catalogues of magnitude and angular functions: registration, look-up by name, parameters.
+
+A formula is one short function that returns its value, its slope in ‖x‖ (or cos θ), its slope in ρ if it takes `rho`,
+then one slope for each learnable parameter in signature order. It is written with its arguments, literals and `m`
+alone. `checks.py` enforces all of this at registration.
+"""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+LEARNED = "learned"
+
+
+@dataclass(frozen=True)
+class Range:
+    """What values a parameter may take; the annotation of a formula's argument."""
+
+    low: float = -math.inf
+    open: bool = False
+    start: float | None = None  # set for learnable parameters only
+
+    @property
+    def learnable(self) -> bool:
+        return self.start is not None
+
+    def admits(self, value: float) -> bool:
+        return math.isfinite(value) and (value > self.low if self.open else value >= self.low)
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "any finite number"
+        return f"a number {'>' if self.open else '≥'} {self.low:g}"
+
+
+@dataclass(frozen=True)
+class Learnable(Range):
+    """A parameter that may be learned per kernel, as |raw| + floor, from `start`."""
+
+    floor: float = 0.0
+
+    def value(self, raw: Tensor) -> Tensor:
+        return raw.abs() + self.floor
+
+    @property
+    def raw_start(self) -> float:
+        assert self.start is not None
+        return self.start - self.floor
+
+
+anything = Range()
+positive = Range(low=0.0, open=True)
+
+
+def at_least(low: float) -> Range:
+    """The annotation of a parameter that must not be below `low`."""
+    return Range(low=low)
+
+
+def learnable(start: float, floor: float) -> Learnable:
+    """The annotation of a parameter that may be learned per kernel: |raw| + floor, starting at `start`."""
+    if not floor >= 0.0:
+        raise ValueError(f"learnable(floor={floor}): the floor must not be negative")
+    if not start > floor:
+        raise ValueError(f"learnable(start={start}, floor={floor}): the start must lie above the floor")
+    return Learnable(low=0.0, open=True, start=start, floor=floor)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One named parameter of a formula."""
+
+    name: str
+    default: float
+    range: Range
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A magnitude or angular function: `formula(...)` returns its value and slopes."""
+
+    kind: str  # "magnitude" or "angular"
+    name: str
+    text: str  # the formula in the words of the paper
+    function: Callable[..., tuple[Any, ...]]
+    parameters: dict[str, Parameter] = field(hash=False)  # a plain dict: torch.compile does not read through a proxy
+    has_radius: bool
+    bounded: bool
+    uses_norm: bool = True  # False where a magnitude is constant in ‖x‖ (SphereConv)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self.function(*args, **kwargs)
+
+    @property
+    def learnable(self) -> tuple[str, ...]:
+        return tuple(name for name, parameter in self.parameters.items() if parameter.range.learnable)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{p.name}={p.default:g}" for p in self.parameters.values())
+        return f"{self.name}: {self.text}" + (f"   ({options})" if options else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return look_up, (self.kind, self.name)  # by name, so that nothing executable is stored
+
+
+_CATALOGUES: dict[str, dict[str, Formula]] = {"magnitude": {}, "angular": {}}
+
+
+def magnitudes() -> Mapping[str, Formula]:
+    """The magnitude functions known now, by name."""
+    return MappingProxyType(_CATALOGUES["magnitude"])
+
+
+def angulars() -> Mapping[str, Formula]:
+    """The angular functions known now, by name."""
+    return MappingProxyType(_CATALOGUES["angular"])
+
+
+def nearest(word: str, known: Any) -> str:
+    """' Did you mean …?' where something known looks like the word, else ''."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def look_up(kind: str, name: str) -> Formula:
+    """The registered formula of that name."""
+    catalogue = _CATALOGUES[kind]
+    if name not in catalogue:
+        raise ValueError(f"unknown {kind} {name!r}.{nearest(name, catalogue)} Known: {', '.join(catalogue)}")
+    return catalogue[name]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A formula with the values of its parameters; those in `learned` come as tensors at every call."""
+
+    formula: Formula
+    values: tuple[tuple[str, float], ...]
+    learned: tuple[str, ...] = ()
+
+    def __call__(self, first: Any, rho: Any = None, learned: Mapping[str, Any] | None = None, **overrides: float) -> tuple[Any, ...]:
+        """Value and slopes at `first` (‖x‖ or cos θ); `learned` gives the learned parameters."""
+        arguments = dict(self.values) | {name: (learned or {})[name] for name in self.learned} | overrides
+        if self.formula.has_radius:
+            return self.formula.function(first, rho, **arguments)
+        return self.formula.function(first, **arguments)
+
+    @property
+    def name(self) -> str:
+        return self.formula.name
+
+    def value(self, name: str, default: float) -> float:
+        """The chosen value of a fixed parameter, `default` where the formula has no such parameter."""
+        return dict(self.values).get(name, default)
+
+    def __str__(self) -> str:
+        changed = [f"{k}={v:g}" for k, v in self.values if v != self.formula.parameters[k].default]
+        changed += [f"{name}={LEARNED}" for name in self.learned]
+        return self.name + (":" + ",".join(changed) if changed else "")
+
+
+def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
+    """The formula that `spec` names, as in "tanh", "seg:alpha=1,beta=0.5" or "sigmoid:k=learned"."""
+    if isinstance(spec, Choice):
+        spec = str(spec) if spec.formula.kind == kind else _wrong_kind(kind, spec.formula)
+    if isinstance(spec, Formula):
+        spec = spec.name if spec.kind == kind else _wrong_kind(kind, spec)
+    if not isinstance(spec, str):
+        raise TypeError(f"{kind} must be a name such as {next(iter(_CATALOGUES[kind]))!r}, got {type(spec).__name__}")
+    name, _, rest = spec.partition(":")
+    formula = look_up(kind, name.strip())
+    values = {parameter.name: parameter.default for parameter in formula.parameters.values()}
+    learned = []
+    for item in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if not equals or not text:
+            raise ValueError(f"{kind} {spec!r}: expected parameter=value, got {item!r}")
+        if key not in formula.parameters:
+            known = ", ".join(formula.parameters) or "none"
+            raise ValueError(f"{kind} {formula.name!r} has no parameter {key!r}.{nearest(key, formula.parameters)} Its parameters: {known}")
+        if text == LEARNED:
+            if key not in formula.learnable:
+                can = ", ".join(formula.learnable) or "none"
+                raise ValueError(f"{kind} {formula.name!r}: {key} cannot be learned; learnable parameters: {can}")
+            learned.append(key)
+            values.pop(key, None)
+            continue
+        try:
+            values[key] = float(text)
+        except ValueError:
+            possible = "a number" + (f" or {LEARNED!r}" if key in formula.learnable else "")
+            raise ValueError(f"{kind} {formula.name!r}: {key}={text!r} is not {possible}") from None
+        if not formula.parameters[key].range.admits(values[key]):
+            raise ValueError(f"{kind} {formula.name!r}: {key} must be {formula.parameters[key].range}, got {text}")
+    return Choice(formula, tuple(values.items()), tuple(learned))
+
+
+def _wrong_kind(kind: str, formula: Formula) -> str:
+    raise ValueError(f"{formula.name!r} is a {formula.kind} function, not a {kind} function")
+
+
+def _register(kind: str, function: Any, bounded: bool, replace: bool) -> Any:
+    from dcnet.formulas import checks  # checks needs the classes above
+
+    checks.check_code(kind, function)
+    formula = Formula(
+        kind=kind,
+        name=function.__name__,
+        text=(inspect.getdoc(function) or "").partition("\n")[0],
+        function=function,
+        parameters=_parameters(kind, function),
+        has_radius=kind == "magnitude" and "rho" in inspect.signature(function).parameters,
+        bounded=bounded,
+    )
+    formula = checks.check_slopes(formula)
+    known = _CATALOGUES[kind].get(formula.name)
+    if known is not None and not replace and known.function.__code__ != function.__code__:
+        raise ValueError(f"{kind} {formula.name!r} is registered already, as {known.text!r}: choose another name, or say replace=True")
+    _CATALOGUES[kind][formula.name] = formula
+    return function
+
+
+def _parameters(kind: str, function: Callable[..., Any]) -> dict[str, Parameter]:
+    """The parameters after ‖x‖ (or cos θ) and ρ, each with a default and a range."""
+    names = list(inspect.signature(function, eval_str=True).parameters.values())
+    where = f"{kind} {function.__name__!r}"
+    if not names:
+        raise ValueError(f"{where}: its first argument must be {'n = ‖x‖' if kind == 'magnitude' else 'c = cos θ'}")
+    rest = names[1:]
+    if kind == "magnitude" and rest and rest[0].name == "rho":
+        rest = rest[1:]
+    parameters = {}
+    for argument in rest:
+        if argument.name == "rho":
+            raise ValueError(f"{where}: rho must be the second argument of a magnitude")
+        if argument.kind is not argument.POSITIONAL_OR_KEYWORD or not isinstance(argument.default, int | float):
+            raise ValueError(f"{where}: parameter {argument} needs a plain name and a number as its default")
+        bounds = anything if argument.annotation is argument.empty or argument.annotation is float else argument.annotation
+        if not isinstance(bounds, Range):
+            raise ValueError(f"{where}: {argument.name} is annotated {bounds!r}; use positive, at_least(low) or learnable(start, floor)")
+        if not bounds.admits(argument.default):
+            raise ValueError(f"{where}: the default {argument.name}={argument.default:g} is not {bounds}")
+        parameters[argument.name] = Parameter(argument.name, float(argument.default), bounds)
+    return parameters
+
+
+def magnitude(function: Any = None, *, bounded: bool = False, replace: bool = False) -> Any:
+    """Registers a magnitude h(n[, rho], **parameters), n = ‖x‖; use as `@magnitude` or `@magnitude(bounded=True)`."""
+    if function is None:
+        return lambda f: _register("magnitude", f, bounded, replace)
+    return _register("magnitude", function, bounded, replace)
+
+
+def angular(function: Any = None, *, replace: bool = False) -> Any:
+    """Registers an angular function g(c, **parameters), c = cos θ; use as `@angular`."""
+    if function is None:
+        return lambda f: _register("angular", f, True, replace)
+    return _register("angular", function, True, replace)

@@ -1,0 +1,45 @@
+"""Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
+
+from dcnet.layers.conv import (
+    DecoupledConv1d,
+    DecoupledConv2d,
+    DecoupledConv3d,
+    LazyDecoupledConv1d,
+    LazyDecoupledConv2d,
+    LazyDecoupledConv3d,
+)
+from dcnet.layers.convert import DecoupleReport, decouple_
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.linear import DecoupledLinear
+from dcnet.layers.optimisation import (
+    WeightProjection,
+    orthogonal_penalty,
+    orthonormal_penalty,
+    parameter_groups,
+    project_weights_,
+    weight_gradients_,
+)
+from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norms_
+
+__all__ = [
+    "DecoupleReport",
+    "Decoupled",
+    "DecoupledConv1d",
+    "DecoupledConv2d",
+    "DecoupledConv3d",
+    "DecoupledLinear",
+    "LazyDecoupledConv1d",
+    "LazyDecoupledConv2d",
+    "LazyDecoupledConv3d",
+    "WeightProjection",
+    "average_statistics_",
+    "decouple_",
+    "decoupled_layers",
+    "orthogonal_penalty",
+    "orthonormal_penalty",
+    "parameter_groups",
+    "project_weights_",
+    "recalibrate_",
+    "sync_norms_",
+    "weight_gradients_",
+]

@@ -1,0 +1,127 @@
+"""Decoupled convolutions: `nn.Conv1d/2d/3d` with the inner product replaced, and their lazy forms."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _LazyConvXdMixin
+from torch.nn.parameter import UninitializedParameter
+
+from dcnet.layers.decoupled import Decoupled, Spec
+from dcnet.ops import EPS, geometry
+
+
+class _DecoupledConv(Decoupled):
+    """Goes before `nn.ConvNd` among the bases: that layer's arguments first, then `Decoupled`'s."""
+
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding_mode: str
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: str = "zeros",
+        *,
+        magnitude: Spec = "tanh",
+        angular: Spec = "cosine",
+        weighting: str | None = None,
+        radius: str | float = "learned",
+        eps: float = EPS,
+        momentum: float | None = 0.1,
+        sync: bool = False,
+        impl: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype)
+        self._init_decoupling(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
+
+    def _kernels_and_groups(self) -> tuple[int, int]:
+        return self.out_channels, self.groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The decoupled convolution of x, in the shape and dtype the plain layer gives."""
+        where = geometry(self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, len(self.kernel_size))
+        return self._decouple(x, where)
+
+
+class DecoupledConv1d(_DecoupledConv, nn.Conv1d):
+    __doc__ = f"`nn.Conv1d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+
+
+class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
+    __doc__ = f"`nn.Conv2d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+
+
+class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
+    __doc__ = f"`nn.Conv3d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+
+
+class _LazyDecoupledConv(_LazyConvXdMixin):
+    """Goes before a decoupled convolution among the bases: `in_channels` is read off the first input."""
+
+    _init_decoupling: Callable[..., None]  # the decoupled convolution's
+
+    def __init__(
+        self,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = False,
+        padding_mode: str = "zeros",
+        *,
+        device: Any = None,
+        dtype: Any = None,
+        **decoupling: Any,
+    ) -> None:
+        if out_channels % groups:
+            raise ValueError(f"out_channels={out_channels} must be divisible by groups={groups}")
+        # as nn.LazyConv2d: empty tensors first, without a bias, since both are replaced at once
+        super().__init__(0, 0, kernel_size, stride, padding, dilation, groups, False, padding_mode, device=device, dtype=dtype, **decoupling)
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = UninitializedParameter(**like)
+        self.out_channels = out_channels
+        if bias:
+            self.bias = UninitializedParameter(**like)
+        self._init_decoupling(**decoupling)  # again, now that the number of kernels is known
+
+
+class LazyDecoupledConv1d(_LazyDecoupledConv, DecoupledConv1d):
+    """`DecoupledConv1d` without `in_channels`, which is read off the first input."""
+
+    cls_to_become = DecoupledConv1d
+
+    def _get_num_spatial_dims(self) -> int:
+        return 1
+
+
+class LazyDecoupledConv2d(_LazyDecoupledConv, DecoupledConv2d):
+    """`DecoupledConv2d` without `in_channels`, which is read off the first input."""
+
+    cls_to_become = DecoupledConv2d
+
+    def _get_num_spatial_dims(self) -> int:
+        return 2
+
+
+class LazyDecoupledConv3d(_LazyDecoupledConv, DecoupledConv3d):
+    """`DecoupledConv3d` without `in_channels`, which is read off the first input."""
+
+    cls_to_become = DecoupledConv3d
+
+    def _get_num_spatial_dims(self) -> int:
+        return 3

@@ -1,0 +1,210 @@
+"""What every decoupled layer shares: its operator, learned radius and parameters, and the running mean norm."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.formulas import Choice, Formula, Learnable
+from dcnet.layers.ranks import mean_over_ranks, recomputing
+from dcnet.ops import EPS, MeanNorm, Operator, batch_mean, check_eps, check_literal_radius, compute_dtype, decouple, make_operator
+
+RADIUS_FLOOR = 1e-4  # the learned radius is raw² + this
+RADIUS_START = 1.0  # of raw
+
+Spec = str | Formula | Choice
+
+
+class Decoupled(nn.Module):
+    """Mixed into a plain layer: same arguments, same `weight` and `bias` keys, other arithmetic.
+
+    magnitude, angular: names from `dcnet.magnitudes()` and `dcnet.angulars()`, with parameters as in "seg:beta=0.2".
+    weighting: None, "linear", "joint" or "separate": how ‖w‖ enters the magnitude.
+    radius: "learned" (per kernel, in units of the mean patch norm E{‖x‖}; ignored by magnitudes without a radius), or a number.
+    eps: inside every norm. momentum: of the running average of E{‖x‖}; None for a cumulative average.
+    sync: take E{‖x‖} over all ranks in training. impl: "auto", or an implementation by name.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    raw_radius: nn.Parameter | None
+    running_norm: Tensor | None
+    num_batches_tracked: Tensor | None
+    operator: Operator
+    groups: int
+
+    def _init_decoupling(
+        self,
+        magnitude: Spec = "tanh",
+        angular: Spec = "cosine",
+        weighting: str | None = None,
+        radius: str | float = "learned",
+        eps: float = EPS,
+        momentum: float | None = 0.1,
+        sync: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        """Adds what decoupling needs to a constructed plain layer; raises before it changes anything."""
+        operator = make_operator(magnitude, angular, weighting)
+        has_radius = operator.magnitude.formula.has_radius
+        if isinstance(radius, str):
+            if radius != "learned":
+                raise ValueError(f"unknown radius {radius!r}; possible: 'learned', or a number > 0")
+        else:
+            check_literal_radius(radius)
+            if not has_radius:
+                raise ValueError(f"radius={radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
+        check_eps(eps)
+        if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
+            raise ValueError(f"momentum must be a number from 0 to 1, or None for a cumulative average, got {momentum!r}")
+
+        self.operator = operator
+        self.radius, self.eps, self.momentum, self.sync, self.impl = radius, eps, momentum, sync, impl
+        kernels, groups = self._kernels_and_groups()
+        like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        statistics: dict[str, Any] = {"device": self.weight.device, "dtype": compute_dtype(self.weight)}
+        learns_radius = has_radius and radius == "learned"
+        self.register_parameter("raw_radius", nn.Parameter(torch.empty(kernels, **like)) if learns_radius else None)
+        self.register_buffer("running_norm", torch.empty(groups, **statistics) if learns_radius else None)
+        # a float, as running_norm is: it only ever divides
+        self.register_buffer("num_batches_tracked", torch.empty((), **statistics) if learns_radius else None)
+        for name in operator.learned:
+            self.register_parameter(f"raw_{name}", nn.Parameter(torch.empty(kernels, **like)))
+        self._reset_extras()
+
+    def _kernels_and_groups(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    # -- what the formulas need ------------------------------------------------------------------------------------
+
+    @property
+    def magnitude(self) -> str:
+        """The magnitude by name, with the parameters that are not its defaults."""
+        return str(self.operator.magnitude)
+
+    @property
+    def angular(self) -> str:
+        """The angular function by name, with the parameters that are not its defaults."""
+        return str(self.operator.angular)
+
+    @property
+    def weighting(self) -> str | None:
+        return self.operator.weighting
+
+    @property
+    def effective_radius(self) -> Tensor | None:
+        """ρ of each kernel before E{‖x‖}, or the literal radius: (out_channels,); None where there is none."""
+        if self.raw_radius is not None:
+            return self.raw_radius.to(compute_dtype(self.raw_radius)).square() + RADIUS_FLOOR
+        if not self.operator.magnitude.formula.has_radius:
+            return None
+        return torch.full((self._kernels_and_groups()[0],), float(self.radius), device=self.weight.device, dtype=compute_dtype(self.weight))
+
+    @property
+    def learned_parameters(self) -> dict[str, Tensor]:
+        """The learned parameters of the formulas by name, such as k: each (out_channels,)."""
+        values = {}
+        for choice in (self.operator.magnitude, self.operator.angular):
+            for name in choice.learned:
+                raw = getattr(self, f"raw_{name}")
+                bounds = choice.formula.parameters[name].range
+                assert isinstance(bounds, Learnable)
+                values[name] = bounds.value(raw.to(compute_dtype(raw)))
+        return values
+
+    def _decouple(self, x: Tensor, where: Any) -> Tensor:
+        mean_norm: MeanNorm = None
+        if self.running_norm is not None:
+            mean_norm = self._batch_mean_norm if self.training and x.numel() else self.running_norm
+        return decouple(
+            x,
+            self.weight,
+            self.bias,
+            where,
+            self.operator,
+            self.effective_radius,
+            mean_norm,
+            self.learned_parameters,
+            self.eps,
+            self.impl,
+        )
+
+    def _batch_mean_norm(self, norms: Tensor) -> Tensor:
+        """E{‖x‖} of this batch, over all ranks with `sync`; also moves the running average."""
+        mean = mean_over_ranks(norms) if self.sync else batch_mean(norms)
+        if not recomputing():
+            self._track(mean.detach())
+        return mean
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor) -> None:
+        assert self.running_norm is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        share = 1.0 / self.num_batches_tracked  # the first batch is taken as it is
+        if self.momentum is not None:
+            share = torch.where(self.num_batches_tracked == 1, share, self.momentum)
+        self.running_norm.lerp_(mean.to(self.running_norm.dtype), share.to(self.running_norm.dtype))
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        """Draws the kernels anew as the plain layer does, and puts radii, parameters and statistics at their start."""
+        super().reset_parameters()  # type: ignore[misc]
+        if "operator" in self.__dict__:  # not yet while the plain layer is being constructed
+            self._reset_extras()
+
+    def reset_running_stats(self) -> None:
+        """Forgets the running mean norm."""
+        if self.running_norm is not None and self.num_batches_tracked is not None:
+            self.running_norm.fill_(1.0)
+            self.num_batches_tracked.zero_()
+
+    @torch.no_grad()
+    def _reset_extras(self) -> None:
+        self.reset_running_stats()
+        if self.raw_radius is not None:
+            self.raw_radius.fill_(RADIUS_START)
+        for choice in (self.operator.magnitude, self.operator.angular):
+            for name in choice.learned:
+                bounds = choice.formula.parameters[name].range
+                assert isinstance(bounds, Learnable)
+                getattr(self, f"raw_{name}").fill_(bounds.raw_start)
+
+    def _extras(self) -> list[str]:
+        """The state-dict keys a plain layer does not have."""
+        tracked = ["raw_radius", "running_norm", "num_batches_tracked"] if self.raw_radius is not None else []
+        return tracked + [f"raw_{name}" for name in self.operator.learned]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # A plain layer's state has none of the extras: they keep what they are. With some of them, the missing ones are errors.
+        if not any(prefix + name in state_dict for name in self._extras()):
+            state_dict = state_dict | {prefix + name: getattr(self, name).detach() for name in self._extras()}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As nn.Module, but the statistics stay float32 in a half-precision layer."""
+        before = {name: self._buffers.get(name) for name in ("running_norm", "num_batches_tracked")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers.get(name)
+            if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = old.to(device=new.device)
+        return self
+
+    def extra_repr(self) -> str:
+        text = f"{super().extra_repr()}, magnitude={self.magnitude!r}, angular={self.angular!r}"
+        if self.weighting is not None:
+            text += f", weighting={self.weighting!r}"
+        if self.operator.magnitude.formula.has_radius:
+            text += f", radius={self.radius!r}"
+        for name, default in (("eps", EPS), ("momentum", 0.1), ("sync", False), ("impl", "auto")):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)!r}"
+        return text
+
+
+def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:
+    """The decoupled layers of a model by name, each once, those that `where(name, layer)` admits."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Decoupled)}
+    return {name: layer for name, layer in layers.items() if where is None or where(name, layer)}

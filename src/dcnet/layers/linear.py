@@ -1,0 +1,42 @@
+"""The decoupled fully connected layer."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcnet.layers.decoupled import Decoupled, Spec
+from dcnet.ops import EPS, LINEAR
+
+
+class DecoupledLinear(Decoupled, nn.Linear):
+    __doc__ = (
+        "`nn.Linear` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩. With magnitude='linear' and angular='cosine' it is the\n"
+        f"    weight-normalised softmax layer, w·x/‖w‖.\n\n{Decoupled.__doc__}"
+    )
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        magnitude: Spec = "tanh",
+        angular: Spec = "cosine",
+        weighting: str | None = None,
+        radius: str | float = "learned",
+        eps: float = EPS,
+        momentum: float | None = 0.1,
+        sync: bool = False,
+        impl: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._init_decoupling(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
+
+    def _kernels_and_groups(self) -> tuple[int, int]:
+        return self.out_features, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The decoupled linear map of x (…, in_features): (…, out_features)."""
+        return self._decouple(x, LINEAR)

@@ -1,0 +1,151 @@
+"""Optimising unweighted decoupled kernels: projection, weighted gradients, orthogonality, weight decay."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.ops import compute_dtype, kernel_norm
+
+Where = Callable[[str, nn.Module], bool]
+
+
+def _unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, Decoupled]:
+    """The decoupled layers, all unweighted; raises if one of them is not, since its output depends on ‖w‖."""
+    layers = decoupled_layers(model, where)
+    for name, layer in layers.items():
+        if layer.weighting is not None:
+            raise ValueError(
+                f"{what} does not go with weighted operators: layer {name or '(the model itself)'!r} has weighting={layer.weighting!r}. "
+                "Leave it out with where=lambda name, layer: …",
+            )
+    return layers
+
+
+@torch.no_grad()
+def project_weights_(model: nn.Module, scale: float = 1.0, where: Where | None = None) -> list[str]:
+    """The names of the decoupled layers whose kernels have been set to s·w/sqrt(Σw²); a zero kernel is left alone."""
+    _check_scale(scale)
+    layers = _unweighted(model, where, "weight projection")
+    for layer in layers.values():
+        # float64: a kernel too small for its squares in float32 still has a direction
+        norm = layer.weight.double().flatten(1).norm(dim=1)
+        ratio = torch.where(norm > 0.0, scale / norm, 1.0)
+        layer.weight.copy_(layer.weight.double() * ratio.reshape(-1, *[1] * (layer.weight.dim() - 1)))
+    return list(layers)
+
+
+def _check_scale(scale: float) -> None:
+    if not isinstance(scale, int | float) or not 0.0 < scale < float("inf"):
+        raise ValueError(f"scale must be a finite number > 0, got {scale!r}")
+
+
+class WeightProjection:
+    """Projects the model's kernels after every `every` steps of the optimizer, counted from its construction.
+
+    `state_dict()` and `load_state_dict()` carry the count of steps through a checkpoint; `remove()` ends it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0, every: int = 100, where: Where | None = None) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number ≥ 1, got {every!r}")
+        _check_scale(scale)
+        _unweighted(model, where, "weight projection")  # an error now, not after a hundred steps
+        self.model, self.scale, self.every, self.where = model, scale, every, where
+        self.steps = 0
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        if self.steps % self.every == 0:
+            project_weights_(self.model, self.scale, self.where)
+
+    def remove(self) -> None:
+        """Projects no more."""
+        self._handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps counted so far, and what they were counted for."""
+        return {"steps": self.steps, "every": self.every, "scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on counting from a saved state."""
+        if set(state) != {"steps", "every", "scale"}:
+            raise ValueError(f"not the state of a WeightProjection: it has {sorted(state)}, expected ['every', 'scale', 'steps']")
+        self.steps, self.every, self.scale = state["steps"], state["every"], state["scale"]
+
+
+class WeightedGradients:
+    """The handle `weight_gradients_` returns; `remove()` restores the standard gradients."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Weights gradients no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __enter__(self) -> "WeightedGradients":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def weight_gradients_(model: nn.Module, where: Where | None = None) -> WeightedGradients:
+    """A handle; until it is removed, the gradient of every decoupled kernel is multiplied by the layer's own ‖w‖."""
+
+    def weighted(layer: Decoupled) -> Callable[[Tensor], Tensor]:
+        def hook(grad: Tensor) -> Tensor:
+            norm = kernel_norm(layer.weight.detach(), layer.eps).reshape(-1, *[1] * (grad.dim() - 1))
+            return (grad * norm).to(grad.dtype)
+
+        return hook
+
+    kernels = {layer.weight: layer for layer in _unweighted(model, where, "weighting gradients").values()}  # a shared kernel once
+    return WeightedGradients([kernel.register_hook(weighted(layer)) for kernel, layer in kernels.items() if kernel.requires_grad])
+
+
+def orthonormal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
+    """Σ over unweighted decoupled layers of ‖WᵀW − I‖²_F, columns of W the kernels of one group: a scalar."""
+    return _penalty(model, where, keep_diagonal=True)
+
+
+def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
+    """Σ over unweighted decoupled layers of ‖WᵀW − diag(WᵀW)‖²_F, columns of W the kernels of one group: a scalar."""
+    return _penalty(model, where, keep_diagonal=False)
+
+
+def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tensor:
+    layers = [layer for layer in decoupled_layers(model, where).values() if layer.weighting is None]
+    if not layers:
+        return torch.zeros((), device=next((p.device for p in model.parameters()), None))
+    total = layers[0].weight.new_zeros((), dtype=compute_dtype(layers[0].weight))
+    for layer in layers:
+        kernels = layer.weight.to(compute_dtype(layer.weight)).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
+        with torch.autocast(kernels.device.type, enabled=False):  # a product in bf16 would lose the small off-diagonal entries
+            products = kernels @ kernels.transpose(1, 2)
+        unit = torch.eye(products.shape[1], device=products.device, dtype=products.dtype)
+        off = products - unit if keep_diagonal else products * (1.0 - unit)
+        total = total + off.square().sum().to(total)
+    return total
+
+
+def parameter_groups(model: nn.Module, weight_decay: float = 5e-4) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: what decays, and what must not (unweighted decoupled kernels, radii, learned parameters)."""
+    if not isinstance(weight_decay, int | float) or not 0.0 <= weight_decay < float("inf"):
+        raise ValueError(f"weight_decay must be a finite number ≥ 0, got {weight_decay!r}")
+    exempt: set[nn.Parameter] = set()
+    for layer in decoupled_layers(model).values():
+        exempt |= {p for name, p in layer.named_parameters(recurse=False) if name.startswith("raw_")}
+        if layer.weighting is None:
+            exempt.add(layer.weight)
+    groups = [
+        {"params": [p for p in model.parameters() if p not in exempt], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p in exempt], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

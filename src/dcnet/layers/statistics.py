@@ -1,0 +1,91 @@
+"""The running averages of a whole model: E{‖x‖} of decoupled layers together with BatchNorm's."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.ranks import distributed
+
+
+def sync_norms_(model: nn.Module) -> nn.Module:
+    """The model, with E{‖x‖} of every decoupled layer taken over all ranks in training from now on."""
+    for layer in decoupled_layers(model).values():
+        layer.sync = True
+    return model
+
+
+def tracking_layers(model: nn.Module) -> dict[str, Decoupled | _BatchNorm]:
+    """The layers of a model that keep running averages, by name."""
+
+    def tracks(layer: nn.Module) -> bool:
+        if isinstance(layer, Decoupled):
+            return layer.running_norm is not None
+        return isinstance(layer, _BatchNorm) and layer.running_mean is not None
+
+    return {name: layer for name, layer in model.named_modules() if tracks(layer)}
+
+
+def _averages(layer: Decoupled | _BatchNorm) -> list[Tensor]:
+    buffers = [layer.running_norm] if isinstance(layer, Decoupled) else [layer.running_mean, layer.running_var]
+    return [buffer for buffer in buffers if buffer is not None]
+
+
+@torch.no_grad()
+def average_statistics_(model: nn.Module) -> nn.Module:
+    """The model, with every running average replaced by its mean over all ranks; call it on all of them."""
+    averages = [buffer for layer in tracking_layers(model).values() for buffer in _averages(layer)]
+    if not averages or not distributed():
+        return model
+    together = torch.cat([buffer.flatten().double() for buffer in averages])  # one message
+    dist.all_reduce(together)
+    together /= dist.get_world_size()
+    for buffer, mean in zip(averages, together.split([buffer.numel() for buffer in averages]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
+    return model
+
+
+@torch.no_grad()
+def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
+    """The model, with E{‖x‖} and BatchNorm's averages re-estimated as plain means over the batches.
+
+    Everything but those layers runs in evaluation mode (dropout is off); modes and momenta are restored afterwards. A
+    batch is an input, or a tuple or list that starts with one. If anything fails the old averages stay.
+    """
+    layers = tracking_layers(model)
+    if not layers:
+        return model
+    modes = {module: module.training for module in model.modules()}
+    momenta = {layer: layer.momentum for layer in layers.values()}
+    before = {layer: {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers.values()}
+    device = next((p.device for p in model.parameters()), None)
+    finished = False
+    try:
+        model.eval()
+        for layer in layers.values():
+            layer.train()
+            layer.momentum = None  # a cumulative average
+            layer.reset_running_stats()
+        for batch in batches:
+            x = batch[0] if isinstance(batch, tuple | list) else batch
+            if not isinstance(x, Tensor):
+                raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got {type(x).__name__}")
+            model(x if device is None else x.to(device))
+            finished = True
+        if not finished:
+            raise ValueError("recalibrate_ got no batches; the averages are as they were")
+    except BaseException:
+        for layer, buffers in before.items():
+            for name, buffer in layer.named_buffers(recurse=False):
+                buffer.copy_(buffers[name])
+        raise
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for layer, momentum in momenta.items():
+            layer.momentum = momentum
+    return model

@@ -1,0 +1,35 @@
+"""Operators: the stateless decoupled convolutions, their implementations, and norms."""
+
+from dcnet.ops.functional import (
+    LINEAR,
+    check_literal_radius,
+    decouple,
+    decoupled_conv1d,
+    decoupled_conv2d,
+    decoupled_conv3d,
+    decoupled_linear,
+)
+from dcnet.ops.geometry import geometry
+from dcnet.ops.inputs import MeanNorm, batch_mean
+from dcnet.ops.norms import EPS, check_eps, compute_dtype, kernel_norm, patch_norm
+from dcnet.ops.operator import Operator, make_operator
+
+__all__ = [
+    "EPS",
+    "LINEAR",
+    "MeanNorm",
+    "Operator",
+    "batch_mean",
+    "check_eps",
+    "check_literal_radius",
+    "compute_dtype",
+    "decouple",
+    "decoupled_conv1d",
+    "decoupled_conv2d",
+    "decoupled_conv3d",
+    "decoupled_linear",
+    "geometry",
+    "kernel_norm",
+    "make_operator",
+    "patch_norm",
+]

@@ -1,0 +1,89 @@
+"""Where a convolution's patches lie: kernel size, stride, padding, dilation and groups, checked and made explicit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Sizes = int | Sequence[int]
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The patches of a convolution over `len(kernel_size)` spatial dimensions."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # before and after, each dimension
+    dilation: tuple[int, ...]
+    groups: int = 1
+    padding_mode: str = "zeros"
+
+    @property
+    def dims(self) -> int:
+        return len(self.kernel_size)
+
+    @property
+    def pads(self) -> list[int]:
+        """The padding as F.pad takes it: last dimension first."""
+        return [side for sides in reversed(self.padding) for side in sides]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """x with the padding written out, in this geometry's padding mode."""
+        if not any(self.pads):
+            return x
+        return F.pad(x, self.pads, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+
+
+def sizes(name: str, value: Sizes, dims: int, least: int) -> tuple[int, ...]:
+    """`value` as one whole number per dimension; `name` is for the error."""
+    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    if len(values) == 1:
+        values *= dims
+    if len(values) != dims or any(not isinstance(v, int) or v < least for v in values):
+        raise ValueError(f"{name} must be a whole number ≥ {least}, or {dims} of them, got {value!r}")
+    return values
+
+
+def geometry(
+    kernel_size: Sizes,
+    stride: Sizes,
+    padding: str | Sizes,
+    dilation: Sizes,
+    groups: int,
+    padding_mode: str,
+    dims: int,
+) -> Geometry:
+    """The geometry these arguments of `nn.Conv2d` (1d and 3d alike) describe."""
+    kernel_size, stride, dilation = sizes("kernel_size", kernel_size, dims, 1), sizes("stride", stride, dims, 1), sizes("dilation", dilation, dims, 1)
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"groups must be a whole number ≥ 1, got {groups!r}")
+    if padding_mode not in PADDING_MODES:
+        raise ValueError(f"unknown padding_mode {padding_mode!r}; possible: {', '.join(PADDING_MODES)}")
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ValueError(f"unknown padding {padding!r}; possible: 'same', 'valid', or numbers")
+        if padding == "same" and any(s != 1 for s in stride):
+            raise ValueError(f"padding='same' needs stride 1, got stride={stride}")
+        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel_size, strict=True)]
+        sides = tuple((t // 2, t - t // 2) for t in total)  # as nn.Conv2d: an odd rest goes to the end
+    else:
+        sides = tuple((p, p) for p in sizes("padding", padding, dims, 0))
+    return Geometry(kernel_size, stride, sides, dilation, groups, padding_mode)
+
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, where: Geometry) -> Tensor:
+    """The plain convolution over this geometry; over no dimensions, the linear map."""
+    if where.dims == 0:
+        return F.linear(x, weight, bias)
+    symmetric = all(before == after for before, after in where.padding)
+    if where.padding_mode == "zeros" and symmetric:
+        padding: tuple[int, ...] = tuple(before for before, _ in where.padding)
+    else:
+        x, padding = where.pad(x), (0,) * where.dims
+    return _CONVOLUTIONS[where.dims](x, weight, bias, where.stride, padding, where.dilation, where.groups)

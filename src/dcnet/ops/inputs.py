@@ -1,0 +1,43 @@
+"""What every implementation gets: one checked bundle, so that each says only how it computes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dcnet.ops.geometry import Geometry
+from dcnet.ops.operator import Operator
+
+# E{‖x‖}: None (literal radius), a tensor (groups,), or a function of the norm map (N, groups, …) that gives one
+MeanNorm = Tensor | Callable[[Tensor], Tensor] | None
+
+
+def batch_mean(norms: Tensor) -> Tensor:
+    """E{‖x‖} of each group over this batch, with gradient: (groups,)."""
+    return norms.transpose(0, 1).flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The operands of one decoupled convolution; x is (N, C, …), learned values are (out_channels,)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    geometry: Geometry
+    operator: Operator
+    radius: Tensor | None
+    mean_norm: MeanNorm
+    learned: Mapping[str, Tensor]
+    eps: float
+
+    def radii(self, norms: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}; both (out_channels,), or None without a radius."""
+        if self.radius is None:
+            return None, None
+        rho = self.radius.to(norms.dtype)
+        if self.mean_norm is None:
+            return rho, rho
+        mean = self.mean_norm(norms) if callable(self.mean_norm) else self.mean_norm
+        scaled = rho.unflatten(0, (self.geometry.groups, -1)) * mean.to(norms.dtype).unsqueeze(1)
+        return rho, scaled.flatten()

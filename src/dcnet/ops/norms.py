@@ -1,0 +1,135 @@
+"""Norms of patches and kernels, ‖v‖ = sqrt(Σv² + eps), in float32 at least."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dcnet.ops.geometry import Geometry, Sizes, geometry
+
+EPS = 1e-4  # inside the root of every norm, for patches and kernels alike
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of norms, angles and magnitudes for this input: float64 for float64, else float32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def plain_autograd() -> bool:
+    """Whether ordinary operations must do, without autograd functions of our own.
+
+    Some back ends of torch.compile lose the second derivative of an autograd function without a word; function
+    transforms (vmap, jvp, …) and forward-mode differentiation need rules that ordinary operations have.
+    """
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """Σ over each group's channels of x², in the compute dtype; keeps x alone, which the convolution keeps anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.to(compute_dtype(x)).square().unflatten(1, (groups, -1)).sum(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        groups = grad.shape[1]
+        product = x.unflatten(1, (groups, -1)) * (2.0 * grad).unsqueeze(2)
+        return product.flatten(1, 2).to(x.dtype), None
+
+
+def sum_of_squares(x: Tensor, groups: int = 1) -> Tensor:
+    """Σ over each group's channels of x²; (N, C, …) gives (N, groups, …)."""
+    if plain_autograd():
+        return x.to(compute_dtype(x)).square().unflatten(1, (groups, -1)).sum(2)
+    return _SumOfSquares.apply(x, groups)
+
+
+def root(squares: Tensor, eps: float) -> Tensor:
+    """sqrt(squares + eps), with gradient 0 where that is 0."""
+    if eps > 0.0:
+        return (squares + eps).sqrt()
+    nonzero = squares > 0.0
+    return torch.where(nonzero, torch.where(nonzero, squares, 1.0).sqrt(), 0.0)
+
+
+def inverse(norm: Tensor) -> Tensor:
+    """1/norm, and 0 where the norm is 0 (possible with eps = 0 only)."""
+    nonzero = norm > 0.0
+    return torch.where(nonzero, torch.where(nonzero, norm, 1.0).reciprocal(), 0.0)
+
+
+def kernel_norm(weight: Tensor, eps: float = EPS) -> Tensor:
+    """‖w‖ of every kernel: (out_channels,)."""
+    return root(weight.to(compute_dtype(weight)).square().flatten(1).sum(1), eps)
+
+
+def box_sum(maps: Tensor, where: Geometry) -> Tensor:
+    """The sum over the window of every patch, each channel by itself.
+
+    Pooling and slices, not a convolution with ones: a convolution may round to bf16 under autocast, or to TF32.
+    """
+    if where.dims == 0:
+        return maps
+    maps = where.pad(maps)
+    if all(d == 1 for d in where.dilation):
+        if where.dims == 3:
+            return F.avg_pool3d(maps, where.kernel_size, where.stride, divisor_override=1)
+        if where.dims == 2:
+            return F.avg_pool2d(maps, where.kernel_size, where.stride, divisor_override=1)
+        return F.avg_pool2d(maps.unsqueeze(2), (1, *where.kernel_size), (1, *where.stride), divisor_override=1).squeeze(2)
+    for i, (size, step, dilation) in enumerate(zip(where.kernel_size, where.stride, where.dilation, strict=True)):
+        dim = maps.dim() - where.dims + i
+        positions = (maps.shape[dim] - dilation * (size - 1) - 1) // step + 1
+        span = step * (positions - 1) + 1
+        lead = (slice(None),) * dim
+        maps = torch.stack([maps[*lead, slice(j * dilation, j * dilation + span, step)] for j in range(size)]).sum(0)
+    return maps
+
+
+def norm_map(x: Tensor, where: Geometry, eps: float) -> Tensor:
+    """‖x‖ of every patch and group: (N, groups, …). Padding the small map is padding x: both copy or mirror."""
+    return root(box_sum(sum_of_squares(x, where.groups), where), eps)
+
+
+def patch_norm(
+    x: Tensor,
+    kernel_size: Sizes,
+    stride: Sizes = 1,
+    padding: str | Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    eps: float = EPS,
+) -> Tensor:
+    """‖x‖ of every patch: (N, groups, H, W) for an input (N, C, H, W); one and three dimensions alike.
+
+    >>> patch_norm(torch.ones(1, 3, 4, 4), 2, eps=0.0).shape
+    torch.Size([1, 1, 3, 3])
+    """
+    check_input(x, "input")
+    check_eps(eps)
+    if x.dim() not in (3, 4, 5):
+        raise ValueError(f"input must be (N, C, …) with one to three spatial dimensions, got the shape {tuple(x.shape)}")
+    if x.shape[1] % groups:
+        raise ValueError(f"groups={groups} does not divide the {x.shape[1]} channels of the input")
+    where = geometry(kernel_size, stride, padding, dilation, groups, padding_mode, x.dim() - 2)
+    return norm_map(x, where, eps)
+
+
+def check_input(x: Tensor, name: str) -> None:
+    """Raises unless x is a tensor of real floating-point numbers."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {x.dtype}; decoupled operators take float64, float32, bfloat16 and float16")
+
+
+def check_eps(eps: float) -> None:
+    """Raises unless eps may stand inside a norm."""
+    if not isinstance(eps, int | float) or not 0.0 <= eps < float("inf"):
+        raise ValueError(f"eps must be a finite number ≥ 0, got {eps!r}")

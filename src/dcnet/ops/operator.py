@@ -1,0 +1,82 @@
+"""Which decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dcnet.formulas import Choice, Formula, choose, nearest
+from dcnet.ops.programs import Program, program
+
+WEIGHTINGS = (None, "linear", "joint", "separate")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """h(‖w‖, ‖x‖)·g(θ) with its formulas and parameters chosen."""
+
+    magnitude: Choice
+    angular: Choice
+    weighting: str | None = None
+
+    @property
+    def is_inner_product(self) -> bool:
+        """Whether h·g is α·⟨w, x⟩ (or α·⟨w, x⟩/‖w‖ unweighted): then no patch norm is needed."""
+        return self.magnitude.name == "linear" and self.angular.name == "cosine"
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The names of the learned parameters."""
+        return self.magnitude.learned + self.angular.learned
+
+    def kernel_factor(self, norm: Tensor, rho: Tensor | None, learned: Mapping[str, Tensor]) -> Tensor | None:
+        """What multiplies h(‖x‖)·g for each kernel of norm ‖w‖; None stands for 1."""
+        if self.weighting == "linear":
+            return norm
+        if self.weighting == "separate":
+            return self.magnitude.value("alpha", 1.0) * self.magnitude_one(norm, rho, learned)[0]
+        return None
+
+    def magnitude_one(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
+        """h₁, the magnitude with α = 1 (as it is, where it has no α), and its slopes."""
+        return self.magnitude(norm, rho, learned, **dict(self._alpha_one))
+
+    @property
+    def _alpha_one(self) -> tuple[tuple[str, float], ...]:
+        return (("alpha", 1.0),) if "alpha" in dict(self.magnitude.values) else ()
+
+    def patch_magnitude(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The part of h that depends on ‖x‖, and its slopes."""
+        return self.magnitude_one(norm, rho, learned) if self.weighting == "separate" else self.magnitude(norm, rho, learned)
+
+    def formulas(self) -> tuple[Program, Program]:
+        """`patch_magnitude` and the angular function as they are written, called as `programs` are."""
+        return (
+            lambda norm, rho, *learned: self.patch_magnitude(norm, rho, dict(zip(self.magnitude.learned, learned, strict=True))),
+            lambda c, _, *learned: self.angular(c, None, dict(zip(self.angular.learned, learned, strict=True))),
+        )
+
+    def programs(self, slopes: bool) -> tuple[Program, Program]:
+        """`patch_magnitude` and the angular function, with their slopes or without, each lean: (first, rho, *learned)."""
+        everything = 2 + int(self.magnitude.formula.has_radius) + len(self.magnitude.formula.learnable)
+        return (
+            program(self.magnitude, everything if slopes else 1, self._alpha_one if self.weighting == "separate" else ()),
+            program(self.angular, 2 + len(self.angular.formula.learnable) if slopes else 1),
+        )
+
+
+def make_operator(magnitude: "str | Formula | Choice", angular: "str | Formula | Choice", weighting: str | None) -> Operator:
+    """The operator these names choose; raises where they do not go together."""
+    operator = Operator(choose("magnitude", magnitude), choose("angular", angular), weighting)
+    if weighting not in WEIGHTINGS:
+        guess = nearest(weighting, ("linear", "joint", "separate")) if isinstance(weighting, str) else ""
+        raise ValueError(f"unknown weighting {weighting!r}.{guess} Possible: None, 'linear', 'joint', 'separate'")
+    if weighting in ("joint", "separate") and not operator.magnitude.formula.uses_norm:
+        raise ValueError(
+            f"weighting={weighting!r} bends a norm, but the magnitude {operator.magnitude.name!r} has none to bend; possible here: None, 'linear'",
+        )
+    both = set(operator.magnitude.learned) & set(operator.angular.learned)
+    if both:
+        raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")
+    return operator
