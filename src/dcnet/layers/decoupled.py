@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dcnet.formulas import Choice, Formula, Learnable
 from dcnet.layers.ranks import mean_over_ranks, recomputing
-from dcnet.ops import EPS, MeanNorm, Operator, batch_mean, check_eps, check_literal_radius, compute_dtype, decouple, make_operator
+from dcnet.ops import EPS, MeanNorm, Operator, batch_mean, check_eps, check_input, check_literal_radius, compute_dtype, decouple, make_operator
 
 RADIUS_FLOOR = 1e-4  # the learned radius is raw² + this
 RADIUS_START = 1.0  # of raw
@@ -113,6 +113,7 @@ class Decoupled(nn.Module):
         return values
 
     def _decouple(self, x: Tensor, where: Any) -> Tensor:
+        check_input(x, "input")
         mean_norm: MeanNorm = None
         if self.running_norm is not None:
             mean_norm = self._batch_mean_norm if self.training and x.numel() else self.running_norm

@@ -33,7 +33,7 @@ def distributed() -> bool:
 
 def mean_over_ranks(norms: Tensor) -> Tensor:
     """E{‖x‖} of each group over the batches of all ranks, with gradient: (groups,)."""
-    sums = norms.transpose(0, 1).flatten(1).sum(1)
+    sums = norms.sum([0, *range(2, norms.dim())])
     count = torch.full_like(sums[:1], norms[:, 0].numel())
     both = torch.cat([sums, count])
     if distributed():

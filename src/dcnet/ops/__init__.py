@@ -11,7 +11,7 @@ from dcnet.ops.functional import (
 )
 from dcnet.ops.geometry import geometry
 from dcnet.ops.inputs import MeanNorm, batch_mean
-from dcnet.ops.norms import EPS, check_eps, compute_dtype, kernel_norm, patch_norm
+from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm
 from dcnet.ops.operator import Operator, make_operator
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Operator",
     "batch_mean",
     "check_eps",
+    "check_input",
     "check_literal_radius",
     "compute_dtype",
     "decouple",

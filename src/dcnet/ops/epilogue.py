@@ -45,9 +45,14 @@ def epilogue(
 
     `dot` is (N, out_channels, …), `norms` (N, groups, …), the vectors (out_channels,).
     """
+    vectors = (factor, gain, radius, bias, *(learned[name] for name in operator.learned))
     batch, channels, *positions = dot.shape
     groups = norms.shape[1]
     kernels, count = channels // groups, math.prod(positions)
+    if plain_autograd():  # no pieces; and no reshaping, which torch.compile cannot see through when sizes are unknown
+        n = norms if groups == 1 else norms.repeat_interleave(kernels, 1)
+        values = [None if v is None else v.to(n.dtype).reshape(channels, *[1] * len(positions)) for v in vectors]
+        return _value(operator, *operator.formulas(), dot, n, inverse(n), *values).to(dot.dtype)
     by_channel = _channels_last(dot)
     if by_channel:  # rows of channels: (N·positions, groups, kernels)
         d = dot.movedim(1, -1).reshape(batch * count, groups, kernels)
@@ -59,12 +64,7 @@ def epilogue(
     def per_kernel(v: Tensor | None) -> Tensor | None:
         return None if v is None else v.to(n.dtype).reshape((groups, kernels) if by_channel else (groups, kernels, 1))
 
-    vectors = [per_kernel(v) for v in (factor, gain, radius, bias, *(learned[name] for name in operator.learned))]
-    if plain_autograd():
-        h, g = operator.formulas()
-        y = _value(operator, h, g, d, n, inverse(n), *vectors).to(d.dtype)
-    else:
-        y = _Epilogue.apply(operator, d, n, *vectors)
+    y = _Epilogue.apply(operator, d, n, *map(per_kernel, vectors))
     if by_channel:
         return y.reshape(batch, *positions, channels).movedim(-1, 1)
     return y.reshape(dot.shape)

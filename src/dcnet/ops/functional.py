@@ -189,7 +189,6 @@ def decouple(
     impl: str,
 ) -> Tensor:
     """The decoupled convolution (or, over no dimensions, linear map) by the implementation asked for."""
-    check_input(x, "input")
     if where.dims == 0:
         flat, lead = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x, x.shape[:-1]
     else:

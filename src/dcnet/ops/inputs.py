@@ -14,7 +14,7 @@ MeanNorm = Tensor | Callable[[Tensor], Tensor] | None
 
 def batch_mean(norms: Tensor) -> Tensor:
     """E{‖x‖} of each group over this batch, with gradient: (groups,)."""
-    return norms.transpose(0, 1).flatten(1).mean(1)
+    return norms.mean([0, *range(2, norms.dim())])
 
 
 @dataclass(frozen=True)

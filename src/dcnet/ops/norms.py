@@ -1,5 +1,6 @@
 """Norms of patches and kernels, ‖v‖ = sqrt(Σv² + eps), in float32 at least."""
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
     if where.dims == 0:
         return maps
     maps = where.pad(maps)
-    if all(d == 1 for d in where.dilation):
+    # torch.compile fuses the slices; its own pooling trips over maps with one channel and unknown sizes
+    if all(d == 1 for d in where.dilation) and not torch.compiler.is_compiling():
         if where.dims == 3:
             return F.avg_pool3d(maps, where.kernel_size, where.stride, divisor_override=1)
         if where.dims == 2:
@@ -87,7 +89,7 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
         positions = (maps.shape[dim] - dilation * (size - 1) - 1) // step + 1
         span = step * (positions - 1) + 1
         lead = (slice(None),) * dim
-        maps = torch.stack([maps[*lead, slice(j * dilation, j * dilation + span, step)] for j in range(size)]).sum(0)
+        maps = reduce(torch.add, [maps[*lead, slice(j * dilation, j * dilation + span, step)] for j in range(size)])
     return maps
 
 

@@ -1,0 +1,28 @@
+import pytest
+import torch
+import torch._dynamo
+from hypothesis import settings
+
+# The same examples on every run, and no deadline: the first call of a torch operation is slow.
+settings.register_profile("dcnet", deadline=None, derandomize=True)
+settings.load_profile("dcnet")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.set_num_threads(1)  # two pytest workers share two cores
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()  # all layers share one forward, which torch.compile specialises a limited number of times
+
+
+@pytest.fixture
+def catalogue():
+    """Formulas registered during a test are forgotten after it."""
+    from dcnet.formulas.catalogue import _CATALOGUES
+
+    before = {kind: dict(known) for kind, known in _CATALOGUES.items()}
+    yield
+    for kind, known in before.items():
+        _CATALOGUES[kind].clear()
+        _CATALOGUES[kind].update(known)

@@ -1,0 +1,80 @@
+"""The imports go one way, and `import dcnet` is light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dcnet
+
+ROOT = Path(dcnet.__file__).parent
+# Each part of the package, and the parts it may import.
+ALLOWED = {
+    "formulas": set(),
+    "ops": {"formulas"},
+    "layers": {"formulas", "ops"},
+    "figures": {"formulas"},
+    "cli": {"formulas", "ops", "layers", "figures", ""},
+    "__main__": {"cli"},
+    "": {"formulas", "ops", "layers"},  # dcnet/__init__.py
+}
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    name = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+    return "" if name == "__init__" else name
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts of dcnet a file imports, wherever in the file."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "dcnet" else {node.module or ""}
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    return {module.split(".")[1] if "." in module else "" for module in modules if module.split(".")[0] == "dcnet"}
+
+
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    part = part_of(path)
+    assert part in ALLOWED, f"{part!r} has no place in the architecture yet"
+    upwards = imported_parts(path) - ALLOWED[part] - {part}
+    assert not upwards, f"{path.relative_to(ROOT)} imports {upwards}, which lies above it"
+
+
+def test_the_test_sees_a_reversed_arrow(tmp_path):
+    file = tmp_path / "norms.py"
+    file.write_text("def f():\n    from dcnet.layers.conv import DecoupledConv2d\n")
+    assert imported_parts(file) - ALLOWED["ops"] == {"layers"}
+    file.write_text("import dcnet\n")
+    assert imported_parts(file) - ALLOWED["ops"] == {""}
+
+
+def test_import_is_light():
+    code = """
+import sys, time
+import torch
+start = time.perf_counter()
+import dcnet
+seconds = time.perf_counter() - start
+heavy = [name for name in ("triton", "matplotlib", "typer", "rich", "torchvision", "torch._inductor") if name in sys.modules and name not in before]
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+print(seconds)
+"""
+    code = "import torch, sys\nbefore = set(sys.modules)\n" + code
+    runs = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+    assert min(runs) < 0.3
+
+
+def test_files_fit_on_a_few_screens():
+    assert {str(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > 300} == {}

@@ -1,0 +1,254 @@
+"""The layers as modules: keys, copies, dtypes, formats, laziness, statistics."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dcnet
+
+CONVS = [
+    (nn.Conv1d, dcnet.DecoupledConv1d, dcnet.LazyDecoupledConv1d, 1),
+    (nn.Conv2d, dcnet.DecoupledConv2d, dcnet.LazyDecoupledConv2d, 2),
+    (nn.Conv3d, dcnet.DecoupledConv3d, dcnet.LazyDecoupledConv3d, 3),
+]
+EXTRAS = {"raw_radius", "running_norm", "num_batches_tracked"}
+
+
+@pytest.mark.parametrize(("plain", "decoupled", "lazy", "dims"), CONVS)
+def test_subclass_with_the_same_keys(plain, decoupled, lazy, dims):
+    for options in ({"magnitude": "sphere"}, {"magnitude": "linear", "angular": "sigmoid"}, {"magnitude": "ball", "radius": 2.5}):
+        layer = decoupled(4, 6, 3, **options)
+        assert isinstance(layer, plain)
+        assert layer.bias is None
+        assert list(layer.state_dict()) == list(plain(4, 6, 3, bias=False).state_dict())
+        assert layer.running_norm is None
+    assert set(decoupled(4, 6, 3, bias=True).state_dict()) == {"weight", "bias"} | EXTRAS
+    assert set(decoupled(4, 6, 3, angular="sigmoid:k=learned").state_dict()) == {"weight", "raw_k"} | EXTRAS
+
+
+def test_linear_keys():
+    assert isinstance(dcnet.DecoupledLinear(4, 3), nn.Linear)
+    assert list(dcnet.DecoupledLinear(4, 3, magnitude="linear").state_dict()) == ["weight"]
+    assert set(dcnet.DecoupledLinear(4, 3, bias=True).state_dict()) == {"weight", "bias"} | EXTRAS
+
+
+def test_weight_normalised_softmax():
+    fc = dcnet.DecoupledLinear(8, 3, magnitude="linear", angular="cosine", eps=0.0)
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(fc(x), x @ (fc.weight / fc.weight.norm(dim=1, keepdim=True)).T)
+
+
+def test_radius_and_k():
+    layer = dcnet.DecoupledConv2d(4, 6, 3, angular="sigmoid:k=learned")
+    assert layer.effective_radius.tolist() == pytest.approx([1.0001] * 6)
+    assert layer.learned_parameters["k"].tolist() == pytest.approx([0.75] * 6)
+    assert layer.raw_k.tolist() == pytest.approx([0.7] * 6)
+    assert dcnet.DecoupledConv2d(4, 6, 3, radius=2.5).effective_radius.tolist() == [2.5] * 6
+    assert dcnet.DecoupledConv2d(4, 6, 3, magnitude="log").effective_radius is None
+    layer.raw_radius.data.fill_(-2.0)
+    layer.raw_k.data.fill_(-0.5)
+    assert layer.effective_radius.tolist() == pytest.approx([4.0001] * 6)
+    assert layer.learned_parameters["k"].tolist() == pytest.approx([0.55] * 6)
+    layer.reset_parameters()
+    assert layer.raw_radius.tolist() == [1.0] * 6
+
+
+def test_layer_is_the_functional_form():
+    layer = dcnet.DecoupledConv2d(4, 6, 3, padding=2, stride=2, groups=2, bias=True, magnitude="seg:beta=0.1", angular="sigmoid:k=learned").double()
+    x = torch.randn(3, 4, 7, 7, dtype=torch.float64)
+    common = {"stride": 2, "padding": 2, "groups": 2, "magnitude": "seg:beta=0.1", "angular": "sigmoid", "radius": layer.effective_radius}
+    common["parameters"] = layer.learned_parameters
+    torch.testing.assert_close(layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm="batch"))
+    layer.eval()
+    torch.testing.assert_close(layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm=layer.running_norm))
+    norms = dcnet.patch_norm(x, 3, stride=2, padding=2, groups=2)
+    assert norms.shape == (3, 2, 5, 5)
+    torch.testing.assert_close(layer.running_norm, norms.mean((0, 2, 3)))
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def test_round_trips():
+    layer = dcnet.DecoupledConv2d(4, 6, 3, bias=True, magnitude="seg:beta=0.2", angular="sigmoid:k=learned", momentum=None)
+    x = torch.randn(2, 4, 6, 6)
+    layer(x)
+    layer.eval()
+    expected = layer(x)
+    fresh = dcnet.DecoupledConv2d(4, 6, 3, bias=True, magnitude="seg:beta=0.2", angular="sigmoid:k=learned").eval()
+    fresh.load_state_dict(layer.state_dict(), strict=True)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+    for other in (fresh, loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x), expected)
+    assert loaded.momentum is None
+
+
+def test_a_plain_state_dict_loads_strictly():
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))
+    twin = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3, angular="sigmoid:k=learned"), nn.BatchNorm2d(4))
+    twin.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(twin[0].weight, plain[0].weight)
+    assert twin[0].raw_radius.tolist() == [1.0] * 4
+    assert twin[0].running_norm.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("missing", [*sorted(EXTRAS), "raw_k"])
+def test_some_of_the_extras_are_an_error(missing):
+    layer = dcnet.DecoupledConv2d(3, 4, 3, angular="sigmoid:k=learned")
+    state = layer.state_dict()
+    del state[missing]
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
+        layer.load_state_dict(state, strict=True)
+
+
+def test_statistics_stay_float32_in_half_precision():
+    for convert in (lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.float16)):
+        layer = dcnet.DecoupledConv2d(3, 4, 3)
+        layer.running_norm.fill_(1.0001)
+        convert(layer)
+        assert layer.weight.dtype in (torch.float16, torch.bfloat16)
+        assert layer.running_norm.dtype == layer.num_batches_tracked.dtype == torch.float32
+        assert layer.running_norm.item() == pytest.approx(1.0001, abs=1e-7)
+        x = torch.randn(2, 3, 6, 6).to(layer.weight.dtype)
+        assert layer(x).dtype == layer.weight.dtype
+        assert layer.running_norm.dtype == torch.float32
+    assert dcnet.DecoupledConv2d(3, 4, 3).double().running_norm.dtype == torch.float64
+    assert dcnet.DecoupledConv2d(3, 4, 3, dtype=torch.bfloat16).running_norm.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("plain", "decoupled", "lazy", "dims"), CONVS)
+def test_lazy(plain, decoupled, lazy, dims):
+    layer = lazy(6, 3, groups=2, bias=True, magnitude="ball", angular="sigmoid:k=learned")
+    assert "magnitude='ball'" in repr(layer)
+    y = layer(torch.randn(2, 4, *[5] * dims))
+    assert type(layer) is decoupled
+    assert y.shape[1] == 6
+    assert layer.weight.shape == (6, 2, *[3] * dims)
+    assert layer.raw_radius.shape == layer.raw_k.shape == (6,)
+    assert layer.running_norm.shape == (2,)
+    copied = decoupled(4, 6, 3, groups=2, bias=True, magnitude="ball", angular="sigmoid:k=learned")
+    copied.load_state_dict(layer.state_dict(), strict=True)
+    unborn = lazy(6, 3, groups=2, bias=True, magnitude="ball", angular="sigmoid:k=learned")
+    unborn.load_state_dict(layer.state_dict(), strict=True)
+    assert torch.equal(unborn.weight, layer.weight)
+    with pytest.raises(ValueError, match="divisible by groups"):
+        lazy(5, 3, groups=2)
+
+
+@pytest.mark.parametrize(("plain", "decoupled", "lazy", "dims"), CONVS)
+def test_shapes_dtypes_and_formats_are_the_plain_layers(plain, decoupled, lazy, dims):
+    reference = plain(4, 6, 3, padding="same", padding_mode="replicate" if dims == 3 else "reflect")
+    layer = decoupled(4, 6, 3, padding="same", padding_mode="replicate" if dims == 3 else "reflect", bias=True)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.randn(2, 4, *[5] * dims).to(dtype)
+        a, b = reference.to(dtype)(x), layer.to(dtype)(x)
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert layer(x[0]).shape == reference(x[0]).shape  # unbatched
+    if dims > 1:
+        memory_format = torch.channels_last if dims == 2 else torch.channels_last_3d
+        x = x.to(memory_format=memory_format)
+        layer.to(memory_format=memory_format)
+        assert layer.weight.is_contiguous(memory_format=memory_format)
+        assert layer(x).stride() == reference.to(memory_format=memory_format)(x).stride()
+
+
+def test_repr():
+    text = repr(dcnet.DecoupledConv2d(64, 128, 3, padding=1, magnitude="seg:alpha=1,beta=0.25", weighting="linear", eps=0.0))
+    expected = "magnitude='seg:beta=0.25', angular='cosine', weighting='linear', radius='learned', eps=0.0)"
+    assert text.startswith("DecoupledConv2d(64, 128, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)")
+    assert text.endswith(expected)
+    assert "radius" not in repr(dcnet.DecoupledLinear(3, 4, magnitude="log"))
+
+
+def test_meta_device_and_reset():
+    with torch.device("meta"):
+        layer = dcnet.DecoupledConv2d(3, 4, 3)
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.running_norm.tolist() == [1.0]
+    assert layer.raw_radius.tolist() == [1.0] * 4
+    assert layer(torch.randn(2, 3, 5, 5)).isfinite().all()
+
+
+# -- statistics ----------------------------------------------------------------------------------------------------------
+
+
+def test_running_norm():
+    layer = dcnet.DecoupledConv2d(4, 6, 3, groups=2, momentum=0.1)
+    batches = [torch.randn(2, 4, 6, 6) * scale for scale in (1.0, 2.0, 5.0)]
+    means = [dcnet.patch_norm(x, 3, groups=2).mean((0, 2, 3)) for x in batches]
+    assert layer.running_norm.tolist() == [1.0, 1.0]
+    layer(batches[0])
+    assert torch.equal(layer.running_norm, means[0])  # the first batch is taken as it is
+    layer(batches[1])
+    torch.testing.assert_close(layer.running_norm, 0.9 * means[0] + 0.1 * means[1])
+    layer.eval()
+    before = layer.running_norm.clone()
+    layer(batches[2])
+    assert torch.equal(layer.running_norm, before)
+    assert layer.num_batches_tracked == 2
+    cumulative = dcnet.DecoupledConv2d(4, 6, 3, groups=2, momentum=None)
+    for x in batches:
+        cumulative(x)
+    torch.testing.assert_close(cumulative.running_norm, torch.stack(means).mean(0))
+
+
+def test_every_group_has_its_own_mean():
+    layer = dcnet.DecoupledConv2d(4, 4, 1, groups=2)
+    x = torch.randn(8, 4, 5, 5)
+    x[:, 2:] *= 100.0
+    layer(x)
+    assert layer.running_norm[1] > 50 * layer.running_norm[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_once(reentrant):
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        layer = dcnet.DecoupledConv2d(3, 4, 3, angular="linear")
+        x = torch.randn(2, 3, 6, 6, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=reentrant) if wrapped else layer(x)
+        y.sin().sum().backward()
+        results.append((layer.num_batches_tracked, layer.running_norm, x.grad, layer.weight.grad, layer.raw_radius.grad))
+        assert layer.num_batches_tracked == 1
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_recalibrate():
+    net = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.Dropout(0.5), nn.BatchNorm2d(4), dcnet.DecoupledConv2d(4, 4, 3, magnitude="sphere"))
+    net(torch.randn(2, 3, 8, 8))
+    net[1].eval()
+    batches = [torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8) * 3]
+    modes = [module.training for module in net.modules()]
+    dcnet.recalibrate_(net, [(x, torch.zeros(4)) for x in batches])
+    means = [dcnet.patch_norm(x, 3).mean() for x in batches]
+    torch.testing.assert_close(net[0].running_norm, torch.stack(means).mean(0, keepdim=True))
+    with torch.no_grad():
+        features = [dcnet.decoupled_conv2d(x, net[0].weight, radius=net[0].effective_radius, mean_norm="batch") for x in batches]
+    torch.testing.assert_close(net[2].running_mean, torch.stack([f.mean((0, 2, 3)) for f in features]).mean(0))
+    assert [module.training for module in net.modules()] == modes
+    assert net[0].momentum == net[2].momentum == 0.1
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match="no batches"):
+        dcnet.recalibrate_(net, [])
+    with pytest.raises(ValueError, match="input has 5 channels"):
+        dcnet.recalibrate_(net, [batches[0], torch.randn(1, 5, 8, 8)])
+    with pytest.raises(TypeError, match="a batch must be a tensor"):
+        dcnet.recalibrate_(net, [{"x": batches[0]}])
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert [module.training for module in net.modules()] == modes
