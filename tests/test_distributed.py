@@ -56,13 +56,17 @@ def worker(rank, port, results):
     uneven = network(sync=True)
     x_uneven = whole_batch()[:2] if rank == 0 else whole_batch()[2:]
     y_uneven = uneven(x_uneven).detach()
+    # rank 1 has nothing at all
+    lopsided = network(sync=True)
+    y_lopsided = lopsided(whole_batch() if rank == 0 else whole_batch()[:0])
+    y_lopsided.sum().backward()
 
     local = nn.Sequential(network(), nn.BatchNorm1d(3)).double()
     local(x)
     before = {name: b.clone() for name, b in local.named_buffers()}
     dcnet.average_statistics_(local)
     after = {name: b.clone() for name, b in local.named_buffers()}
-    results[rank] = (y, gradients_of(synced.module), averages, y_uneven, before, after)
+    results[rank] = (y, gradients_of(synced.module), averages, y_uneven, y_lopsided.detach(), before, after)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -93,6 +97,11 @@ def test_sync_equals_one_process_on_the_whole_batch(ranks):
 
 def test_sync_weighs_unequal_shares(ranks):
     torch.testing.assert_close(torch.cat([ranks[0][3], ranks[1][3]]), network()(whole_batch()))
+
+
+def test_sync_with_an_empty_share(ranks):
+    torch.testing.assert_close(ranks[0][4], network()(whole_batch()))
+    assert ranks[1][4].shape == (0, 3)
 
 
 def test_average_statistics(ranks):

@@ -37,6 +37,7 @@ def test_layers_and_functions_alike(options, message):
     ("options", "message"),
     [
         ({"radius": "learnt"}, "unknown radius 'learnt'; possible: 'learned', or a number > 0"),
+        ({"impl": "fast"}, "unknown impl 'fast'"),
         ({"momentum": 2.0}, "momentum must be a number from 0 to 1, or None"),
         ({"groups": 3}, "divisible by groups"),
         ({"padding_mode": "mirror"}, "padding_mode"),
@@ -57,7 +58,8 @@ def test_layers(options, message):
     [
         ({"radius": torch.ones(5)}, r"radius must be a number or have the shape \(6,\).*got \(5,\)"),
         ({"mean_norm": "mean"}, r"unknown mean_norm 'mean'; possible: None, 'batch', or a tensor of shape \(1,\)"),
-        ({"mean_norm": torch.ones(2)}, r"mean_norm must have the shape \(1,\)"),
+        ({"mean_norm": torch.ones(2)}, r"mean_norm must be a tensor of shape \(1,\), one for each group, got \(2,\)"),
+        ({"mean_norm": 2.0}, r"mean_norm must be a tensor of shape \(1,\), one for each group, got 2.0"),
         ({"angular": "sigmoid:k=learned"}, r"k=learned: give its values as parameters=\{'k'"),
         ({"parameters": {"k": torch.ones(6)}}, r"parameters\['k'\]: neither 'tanh' nor 'cosine' can learn it.*Learnable here: none"),
         ({"angular": "sigmoid", "parameters": {"k": torch.ones(5)}}, r"parameters\['k'\] must be a tensor of shape \(6,\).*got \(5,\)"),

@@ -60,10 +60,14 @@ def test_radius_and_k():
 
 def test_layer_is_the_functional_form():
     layer = dcnet.DecoupledConv2d(4, 6, 3, padding=2, stride=2, groups=2, bias=True, magnitude="seg:beta=0.1", angular="sigmoid:k=learned").double()
-    x = torch.randn(3, 4, 7, 7, dtype=torch.float64)
+    x = torch.randn(3, 4, 7, 7, dtype=torch.float64, requires_grad=True)
     common = {"stride": 2, "padding": 2, "groups": 2, "magnitude": "seg:beta=0.1", "angular": "sigmoid", "radius": layer.effective_radius}
     common["parameters"] = layer.learned_parameters
-    torch.testing.assert_close(layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm="batch"))
+    results = []
+    for y in (layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm="batch")):
+        results.append((y, *torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()], retain_graph=True)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
     layer.eval()
     torch.testing.assert_close(layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm=layer.running_norm))
     norms = dcnet.patch_norm(x, 3, stride=2, padding=2, groups=2)

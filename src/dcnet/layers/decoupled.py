@@ -6,8 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.formulas import Choice, Formula, Learnable
-from dcnet.layers.ranks import mean_over_ranks, recomputing
-from dcnet.ops import EPS, MeanNorm, Operator, batch_mean, check_eps, check_input, check_literal_radius, compute_dtype, decouple, make_operator
+from dcnet.layers.ranks import distributed, mean_over_ranks, recomputing
+from dcnet.ops import (
+    EPS,
+    MeanNorm,
+    Operator,
+    batch_mean,
+    check_eps,
+    check_impl,
+    check_input,
+    check_literal_radius,
+    compute_dtype,
+    decouple,
+    make_operator,
+)
 
 RADIUS_FLOOR = 1e-4  # the learned radius is raw² + this
 RADIUS_START = 1.0  # of raw
@@ -55,6 +67,7 @@ class Decoupled(nn.Module):
             if not has_radius:
                 raise ValueError(f"radius={radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
         check_eps(eps)
+        check_impl(impl)
         if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
             raise ValueError(f"momentum must be a number from 0 to 1, or None for a cumulative average, got {momentum!r}")
 
@@ -116,7 +129,9 @@ class Decoupled(nn.Module):
         check_input(x, "input")
         mean_norm: MeanNorm = None
         if self.running_norm is not None:
-            mean_norm = self._batch_mean_norm if self.training and x.numel() else self.running_norm
+            # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
+            has_mean = x.numel() > 0 or (self.sync and distributed())
+            mean_norm = self._batch_mean_norm if self.training and has_mean else self.running_norm
         return decouple(
             x,
             self.weight,

@@ -2,6 +2,7 @@
 
 from dcnet.ops.functional import (
     LINEAR,
+    check_impl,
     check_literal_radius,
     decouple,
     decoupled_conv1d,
@@ -21,6 +22,7 @@ __all__ = [
     "Operator",
     "batch_mean",
     "check_eps",
+    "check_impl",
     "check_input",
     "check_literal_radius",
     "compute_dtype",

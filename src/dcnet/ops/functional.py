@@ -57,7 +57,7 @@ decoupled_conv2d = _convolution(
 
     radius: a number, or a tensor (out_channels,); 1 where the magnitude has a radius and none is given.
     mean_norm: what multiplies the radius. None (the literal radius), "batch" (the mean patch norm of this batch, one per
-        group, with gradient), or a tensor (groups,).
+        group, with gradient), or a tensor (groups,). It has no effect on a magnitude without a radius.
     parameters: learned parameters such as k by name, each a tensor (out_channels,).
     impl: "auto", or one of "reference" (slow, obvious) and "eager".
 
@@ -120,8 +120,9 @@ def _stateless(
         mean = batch_mean
     else:
         mean = mean_norm
-        if mean is not None and tuple(mean.shape) != (where.groups,):
-            raise ValueError(f"mean_norm must have the shape ({where.groups},), one for each group, got {tuple(mean.shape)}")
+        if mean is not None and (not isinstance(mean, Tensor) or tuple(mean.shape) != (where.groups,)):
+            got = tuple(mean.shape) if isinstance(mean, Tensor) else repr(mean)
+            raise ValueError(f"mean_norm must be a tensor of shape ({where.groups},), one for each group, got {got}")
     rho = check_radius(operator, radius, weight)
     return decouple(x, weight, bias, where, operator, rho, mean, parameters or {}, eps, impl)
 
@@ -142,6 +143,12 @@ def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor |
     number = 1.0 if radius is None else radius
     check_literal_radius(number)
     return torch.full((weight.shape[0],), float(number), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def check_impl(impl: object) -> None:
+    """Raises unless this names an implementation."""
+    if impl not in IMPLEMENTATIONS and impl != "auto":
+        raise ValueError(f"unknown impl {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)} Possible: 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
 
 
 def check_literal_radius(radius: object) -> None:
@@ -201,8 +208,7 @@ def decouple(
         raise ValueError(f"input has {flat.shape[1]} {what}, the layer expects {expected} (shape {tuple(x.shape)})")
     if weight.shape[0] % where.groups:
         raise ValueError(f"groups={where.groups} does not divide the {weight.shape[0]} kernels of the weight")
-    if impl not in IMPLEMENTATIONS and impl != "auto":
-        raise ValueError(f"unknown impl {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)} Possible: 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
+    check_impl(impl)
     run = IMPLEMENTATIONS["eager" if impl == "auto" else impl]
     out = run(Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps))
     if where.dims == 0:

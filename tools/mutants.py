@@ -1,0 +1,219 @@
+"""Plants known mistakes in a copy of the package, one at a time; the tests must catch every one.
+
+    python tools/mutants.py [NAME ...] [--list]
+
+A mutant that survives is a hole in the suite. A mutation whose text is no longer in the source is an error too, so that
+this list keeps up with the code.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # the test files that should notice
+    unchecked: bool = False  # skip the check of slopes at registration, which alone would stop it
+
+
+MUTANTS = [
+    Mutant(
+        "tanh: sign of the slope in n",
+        "formulas/magnitudes.py",
+        "d = alpha * (1.0 - t * t) / rho",
+        "d = -alpha * (1.0 - t * t) / rho",
+        "test_operators.py",
+    ),
+    Mutant(
+        "tanh: the same, slopes unchecked",
+        "formulas/magnitudes.py",
+        "return alpha * t, d, -d * q",
+        "return alpha * t, -d, -d * q",
+        "test_operators.py",
+        True,
+    ),
+    Mutant(
+        "tanh: ρ slope zeroed", "formulas/magnitudes.py", "return alpha * t, d, -d * q", "return alpha * t, d, 0.0 * q", "test_operators.py", True
+    ),
+    Mutant("sigmoid: k slope halved", "formulas/angulars.py", "- bend * s / k", "- 0.5 * bend * s / k", "test_operators.py", True),
+    Mutant("epilogue: ρ slope zeroed", "ops/epilogue.py", "_to_kernels(grad_h * h_rho)", "_to_kernels(0.0 * grad_h * h_rho)", "test_operators.py"),
+    Mutant(
+        "epilogue: sign of the angle's share of ∂n", "ops/epilogue.py", ".sum(2, keepdim=True).neg()", ".sum(2, keepdim=True)", "test_operators.py"
+    ),
+    Mutant("epilogue: clamp dropped", "ops/epilogue.py", "c = (d * one_over_n).clamp(-1.0, 1.0)", "c = d * one_over_n", "test_extremes.py"),
+    Mutant("patch norm: eps dropped", "ops/norms.py", "return (squares + eps).sqrt()", "return squares.sqrt()", "test_extremes.py"),
+    Mutant(
+        "eager: another eps for kernels",
+        "ops/eager.py",
+        "w_norm = kernel_norm(weight, inputs.eps)",
+        "w_norm = kernel_norm(weight, 0.0)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "patch norm: stride ignored",
+        "ops/eager.py",
+        "norms = norm_map(inputs.x, where, inputs.eps)",
+        "norms = norm_map(inputs.x, replace(where, stride=(1,) * where.dims), inputs.eps)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "patch norm: stride ignored in the pooling",
+        "ops/norms.py",
+        "F.avg_pool2d(maps, where.kernel_size, where.stride, divisor_override=1)",
+        "F.avg_pool2d(maps, where.kernel_size, 1, divisor_override=1)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "patch norm: stride ignored between dilated taps",
+        "ops/norms.py",
+        "slice(j * dilation, j * dilation + span, step)",
+        "slice(j * dilation, j * dilation + positions)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "patch norm: padding_mode ignored",
+        "ops/norms.py",
+        "    maps = where.pad(maps)",
+        "    maps = F.pad(maps, where.pads)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "patch norm: dilation ignored",
+        "ops/norms.py",
+        "slice(j * dilation, j * dilation + span, step)",
+        "slice(j, j + span, step)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "convolution: padding_mode ignored",
+        "ops/geometry.py",
+        'if where.padding_mode == "zeros" and symmetric:',
+        "if symmetric:",
+        "test_identity.py",
+    ),
+    Mutant("E detached", "ops/inputs.py", "return norms.mean(", "return norms.detach().mean(", "test_gradients.py"),
+    Mutant("E detached in the layer", "layers/decoupled.py", "        return mean\n", "        return mean.detach()\n", "test_layers.py"),
+    Mutant(
+        "groups share one E",
+        "ops/inputs.py",
+        "return norms.mean([0, *range(2, norms.dim())])",
+        "return norms.mean().expand(norms.shape[1])",
+        "test_layers.py",
+    ),
+    Mutant("running momentum wrong", "layers/decoupled.py", "== 1, share, self.momentum)", "== 1, share, 1.0 - self.momentum)", "test_layers.py"),
+    Mutant(
+        "first batch averaged",
+        "layers/decoupled.py",
+        "torch.where(self.num_batches_tracked == 1, share, self.momentum)",
+        "share * 0 + self.momentum",
+        "test_layers.py",
+    ),
+    Mutant("recomputation counted", "layers/ranks.py", "torch._C._current_graph_task_id() != -1", "False", "test_layers.py"),
+    Mutant("evaluation uses the batch", "layers/decoupled.py", "if self.training and has_mean else", "if has_mean else", "test_layers.py"),
+    Mutant(
+        "sync: gradient not summed over ranks",
+        "layers/ranks.py",
+        "return _SumOverRanks.apply(grad.contiguous())",
+        "return grad",
+        "test_distributed.py",
+    ),
+    Mutant(
+        "sync: plain mean of means",
+        "layers/ranks.py",
+        "torch.full_like(sums[:1], norms[:, 0].numel())",
+        "torch.ones_like(sums[:1]) * 100",
+        "test_distributed.py",
+    ),
+    Mutant(
+        "projection: eps inside the norm",
+        "layers/optimisation.py",
+        "scale / norm, 1.0)",
+        "scale / (norm.square() + 1e-4).sqrt(), 1.0)",
+        "test_optimisation.py",
+    ),
+    Mutant("projection: weighted layers too", "layers/optimisation.py", "if layer.weighting is not None:", "if False:", "test_optimisation.py"),
+    Mutant(
+        "weighted gradients: eps forgotten",
+        "layers/optimisation.py",
+        "kernel_norm(layer.weight.detach(), layer.eps)",
+        "kernel_norm(layer.weight.detach(), 0.0)",
+        "test_optimisation.py",
+    ),
+    Mutant("penalty: groups mixed", "layers/optimisation.py", "(layer._kernels_and_groups()[1], -1)", "(1, -1)", "test_optimisation.py"),
+    Mutant("separate: α twice", "ops/operator.py", 'return (("alpha", 1.0),) if', "return () if", "test_identity.py test_operators.py"),
+    Mutant(
+        "half precision: norms in bf16",
+        "ops/norms.py",
+        "x.to(compute_dtype(x)).square().unflatten(1, (groups, -1)).sum(2)",
+        "x.square().unflatten(1, (groups, -1)).sum(2).to(compute_dtype(x))",
+        "test_operators.py test_extremes.py",
+    ),
+]
+
+
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Changes the copy of the package in the folder."""
+    path = folder / "src" / "dcnet" / mutant.file
+    text = path.read_text()
+    if mutant.old not in text:
+        raise SystemExit(f"{mutant.name}: {mutant.file} no longer holds {mutant.old!r}; bring tools/mutants.py up to date")
+    text = text.replace(mutant.old, mutant.new)
+    if "replace(where" in mutant.new:
+        text = "from dataclasses import replace\n" + text
+    path.write_text(text)
+    if mutant.unchecked:
+        path = folder / "src" / "dcnet" / "formulas" / "catalogue.py"
+        path.write_text(path.read_text().replace("formula = checks.check_slopes(formula)", "pass"))
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests named pass although the mistake is there."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("src", "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        plant(mutant, folder)
+        tests = [f"tests/{test}" for test in mutant.tests.split()]
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-p", "no:cacheprovider", *tests]
+        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode == 0
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description="Plant known mistakes; the tests must catch each.")
+    arguments.add_argument("names", nargs="*", help="only mutants whose names contain one of these")
+    arguments.add_argument("--list", action="store_true", help="print the mutants and stop")
+    options = arguments.parse_args()
+    chosen = [m for m in MUTANTS if not options.names or any(name in m.name for name in options.names)]
+    if options.list:
+        print("\n".join(m.name for m in chosen))
+        return
+    if not survives(Mutant("no mistake", "__init__.py", "__version__", "__version__", "test_layers.py")):
+        raise SystemExit("the tests fail without any mistake planted; mend that first")
+    survivors = []
+    for mutant in chosen:
+        start = time.perf_counter()
+        alive = survives(mutant)
+        print(f"{'SURVIVES' if alive else 'caught':9} {mutant.name}  ({time.perf_counter() - start:.0f} s)", flush=True)
+        survivors += [mutant.name] if alive else []
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")
+    if survivors:
+        raise SystemExit(f"survivors: {', '.join(survivors)}")
+
+
+if __name__ == "__main__":
+    main()
