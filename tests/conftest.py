@@ -1,7 +1,14 @@
+import os
+
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import settings
+
+# Without a GPU, Triton kernels run in Triton's interpreter; it must be chosen before Triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch._dynamo
 
 # The same examples on every run, and no deadline: the first call of a torch operation is slow.
 settings.register_profile("dcnet", deadline=None, derandomize=True)

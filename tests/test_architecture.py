@@ -66,7 +66,8 @@ import torch
 start = time.perf_counter()
 import dcnet
 seconds = time.perf_counter() - start
-heavy = [name for name in ("triton", "matplotlib", "typer", "rich", "torchvision", "torch._inductor") if name in sys.modules and name not in before]
+suspects = ("triton", "dcnet.ops.fused", "matplotlib", "typer", "rich", "torchvision", "torch._inductor")
+heavy = [name for name in suspects if name in sys.modules and name not in before]
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 print(seconds)

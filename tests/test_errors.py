@@ -64,7 +64,7 @@ def test_layers(options, message):
         ({"parameters": {"k": torch.ones(6)}}, r"parameters\['k'\]: neither 'tanh' nor 'cosine' can learn it.*Learnable here: none"),
         ({"angular": "sigmoid", "parameters": {"k": torch.ones(5)}}, r"parameters\['k'\] must be a tensor of shape \(6,\).*got \(5,\)"),
         ({"angular": "sigmoid", "parameters": {"kk": torch.ones(6)}}, "Did you mean 'k'|Learnable here: k"),
-        ({"impl": "egaer"}, r"unknown impl 'egaer'\. Did you mean 'eager'\? Possible: 'auto', 'reference', 'eager'"),
+        ({"impl": "egaer"}, r"unknown impl 'egaer'\. Did you mean 'eager'\? Possible: 'auto', 'reference', 'eager', 'fused'"),
         ({"stride": 0}, "stride must be a whole number ≥ 1, or 2 of them, got 0"),
         ({"dilation": (1, 2, 3)}, r"dilation must be a whole number ≥ 1, or 2 of them, got \(1, 2, 3\)"),
         ({"padding": -1}, "padding must be a whole number ≥ 0"),

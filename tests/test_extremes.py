@@ -101,6 +101,41 @@ def test_power_two_is_square_cosine():
     both({"angular": "power_cosine:p=2"}, {"angular": "square_cosine"})
 
 
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+@pytest.mark.parametrize("magnitude", ["ball", "tanh", "seg", "log", "mix"])
+def test_weightings_written_out(magnitude, impl):
+    """The table of weighted operators, with α = 2 and a learned radius: ‖w‖·h(n), h(n·‖w‖), α·h₁(‖w‖)·h₁(n)."""
+    x, w = torch.randn(2, 4, 6, 6, dtype=torch.float64), torch.randn(6, 2, 3, 3, dtype=torch.float64)
+    n = dcnet.patch_norm(x, 3, groups=2).repeat_interleave(3, 1)
+    w_norm = (w.square().flatten(1).sum(1) + 1e-4).sqrt().reshape(-1, 1, 1)
+    cosine = F.conv2d(x, w, groups=2) / (n * w_norm)
+    rho = torch.rand(6, dtype=torch.float64) + 0.5
+    mean = torch.tensor([0.7, 1.6], dtype=torch.float64)
+    used = rho * mean.repeat_interleave(3)
+    has_radius = dcnet.magnitudes()[magnitude].has_radius
+
+    def h(norm, radius, alpha):
+        radius = radius.reshape(-1, 1, 1)
+        return {
+            "ball": alpha * torch.minimum(norm, radius) / radius,
+            "tanh": alpha * torch.tanh(norm / radius),
+            "seg": torch.where(norm <= radius, alpha * norm, 0.5 * norm + (alpha - 0.5) * radius),
+            "log": alpha * torch.log(1 + norm),
+            "mix": alpha * norm + torch.log(1 + norm),
+        }[magnitude]
+
+    expected = {
+        None: h(n, used, 2.0) * cosine,
+        "linear": w_norm * h(n, used, 2.0) * cosine,
+        "joint": h(n * w_norm, used, 2.0) * cosine,
+        "separate": 2.0 * h(w_norm, rho, 1.0) * h(n, used, 1.0) * cosine,
+    }
+    for weighting, y in expected.items():
+        radius = {"radius": rho, "mean_norm": mean} if has_radius else {}
+        actual = dcnet.decoupled_conv2d(x, w, groups=2, magnitude=f"{magnitude}:alpha=2", weighting=weighting, impl=impl, **radius)
+        torch.testing.assert_close(actual, y, rtol=1e-10, atol=1e-12)
+
+
 def test_b_cos():
     """`linear` magnitude with `power_cosine` is |cos θ|^(p−1) · ŵᵀx, the B-cos transform."""
     x, w = torch.randn(2, 3, 7, 7, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)

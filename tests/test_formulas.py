@@ -228,7 +228,13 @@ def test_bad_specs(kind, spec, message):
 
 
 def test_specs_round_trip():
-    for kind, spec in [("magnitude", "tanh"), ("magnitude", "seg:beta=0.25"), ("angular", "sigmoid:k=learned"), ("angular", "power_cosine:p=3")]:
+    for kind, spec in [
+        ("magnitude", "tanh"),
+        ("magnitude", "seg:beta=0.25"),
+        ("angular", "sigmoid:k=learned"),
+        ("angular", "power_cosine:p=3"),
+        ("magnitude", "tanh:alpha=0.12345678901"),
+    ]:
         assert str(choose(kind, spec)) == spec
         assert choose(kind, choose(kind, spec)) == choose(kind, spec)
     assert str(choose("magnitude", " seg : alpha = 1 , beta = 0.5 ")) == "seg"

@@ -153,7 +153,7 @@ MUTANTS = [
         "test_optimisation.py",
     ),
     Mutant("penalty: groups mixed", "layers/optimisation.py", "(layer._kernels_and_groups()[1], -1)", "(1, -1)", "test_optimisation.py"),
-    Mutant("separate: α twice", "ops/operator.py", 'return (("alpha", 1.0),) if', "return () if", "test_identity.py test_operators.py"),
+    Mutant("separate: α twice", "ops/operator.py", 'return (("alpha", 1.0),) if', "return () if", "test_extremes.py"),
     Mutant(
         "half precision: norms in bf16",
         "ops/norms.py",

@@ -160,7 +160,7 @@ class Choice:
         return dict(self.values).get(name, default)
 
     def __str__(self) -> str:
-        changed = [f"{k}={v:g}" for k, v in self.values if v != self.formula.parameters[k].default]
+        changed = [f"{k}={repr(v).removesuffix('.0')}" for k, v in self.values if v != self.formula.parameters[k].default]
         changed += [f"{name}={LEARNED}" for name in self.learned]
         return self.name + (":" + ",".join(changed) if changed else "")
 

@@ -1,8 +1,8 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
+from dcnet.ops.dispatch import check_impl
 from dcnet.ops.functional import (
     LINEAR,
-    check_impl,
     check_literal_radius,
     decouple,
     decoupled_conv1d,

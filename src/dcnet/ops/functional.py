@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from dcnet.formulas import LEARNED, Choice, Formula, nearest
-from dcnet.ops import eager, reference
+from dcnet.ops.dispatch import decouple_by
 from dcnet.ops.geometry import Geometry, Sizes, geometry
 from dcnet.ops.inputs import Inputs, MeanNorm, batch_mean
 from dcnet.ops.norms import EPS, check_eps, check_input
 from dcnet.ops.operator import Operator, make_operator
-
-IMPLEMENTATIONS: dict[str, Callable[[Inputs], Tensor]] = {"reference": reference.decouple, "eager": eager.decouple}
 
 LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input vector
 Spec = str | Formula | Choice
@@ -59,7 +57,8 @@ decoupled_conv2d = _convolution(
     mean_norm: what multiplies the radius. None (the literal radius), "batch" (the mean patch norm of this batch, one per
         group, with gradient), or a tensor (groups,). It has no effect on a magnitude without a radius.
     parameters: learned parameters such as k by name, each a tensor (out_channels,).
-    impl: "auto", or one of "reference" (slow, obvious) and "eager".
+    impl: "auto", or one of "reference" (slow, obvious), "eager" (PyTorch's operators) and "fused" (Triton kernels on CUDA,
+        which have no second derivatives).
 
     >>> x, w = torch.randn(2, 3, 8, 8), torch.randn(16, 3, 3, 3)
     >>> decoupled_conv2d(x, w, padding=1, magnitude="ball", angular="sigmoid:k=0.5", radius=2.0).shape
@@ -145,12 +144,6 @@ def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor |
     return torch.full((weight.shape[0],), float(number), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
-def check_impl(impl: object) -> None:
-    """Raises unless this names an implementation."""
-    if impl not in IMPLEMENTATIONS and impl != "auto":
-        raise ValueError(f"unknown impl {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)} Possible: 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
-
-
 def check_literal_radius(radius: object) -> None:
     """Raises unless the number may be an operator radius."""
     if not isinstance(radius, int | float) or isinstance(radius, bool) or not 0.0 < radius < float("inf"):
@@ -208,9 +201,7 @@ def decouple(
         raise ValueError(f"input has {flat.shape[1]} {what}, the layer expects {expected} (shape {tuple(x.shape)})")
     if weight.shape[0] % where.groups:
         raise ValueError(f"groups={where.groups} does not divide the {weight.shape[0]} kernels of the weight")
-    check_impl(impl)
-    run = IMPLEMENTATIONS["eager" if impl == "auto" else impl]
-    out = run(Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps))
+    out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps))
     if where.dims == 0:
         return out.reshape(*lead, out.shape[1]) if x.dim() != 2 else out
     return out if flat is x else out.squeeze(0)

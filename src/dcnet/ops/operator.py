@@ -40,10 +40,11 @@ class Operator:
 
     def magnitude_one(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
         """h₁, the magnitude with α = 1 (as it is, where it has no α), and its slopes."""
-        return self.magnitude(norm, rho, learned, **dict(self._alpha_one))
+        return self.magnitude(norm, rho, learned, **dict(self.alpha_one))
 
     @property
-    def _alpha_one(self) -> tuple[tuple[str, float], ...]:
+    def alpha_one(self) -> tuple[tuple[str, float], ...]:
+        """What sets α to 1, where the magnitude has an α."""
         return (("alpha", 1.0),) if "alpha" in dict(self.magnitude.values) else ()
 
     def patch_magnitude(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -61,7 +62,7 @@ class Operator:
         """`patch_magnitude` and the angular function, with their slopes or without, each lean: (first, rho, *learned)."""
         everything = 2 + int(self.magnitude.formula.has_radius) + len(self.magnitude.formula.learnable)
         return (
-            program(self.magnitude, everything if slopes else 1, self._alpha_one if self.weighting == "separate" else ()),
+            program(self.magnitude, everything if slopes else 1, self.alpha_one if self.weighting == "separate" else ()),
             program(self.angular, 2 + len(self.angular.formula.learnable) if slopes else 1),
         )
 

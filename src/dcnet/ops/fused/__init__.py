@@ -1,0 +1,5 @@
+"""Decoupling with Triton kernels of our own around PyTorch's convolution. Imported only where it is used."""
+
+from dcnet.ops.fused.convolution import decouple
+
+__all__ = ["decouple"]

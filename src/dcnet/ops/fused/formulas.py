@@ -1,0 +1,34 @@
+"""The catalogue's formulas inside Triton kernels: the same code objects, with `m` bound to its Triton twin."""
+
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from dcnet.formulas import Choice, Formula
+from dcnet.ops.fused import m
+
+MOST_PARAMETERS = 3  # of one formula, in a kernel
+
+
+@cache
+def jit(formula: Formula) -> Any:
+    """The formula as a Triton function."""
+    plain = formula.function
+    assert isinstance(plain, FunctionType)
+    # tl is for the interpreter, which wants to see it in every function
+    bound = FunctionType(plain.__code__, {**plain.__globals__, "m": m, "tl": tl}, plain.__name__, plain.__defaults__)
+    bound.__module__ = plain.__module__
+    return triton.jit(bound)
+
+
+def arguments(choice: Choice, overrides: dict[str, float], first_learned: int) -> tuple[int, list[float], list[int]]:
+    """How many parameters a formula has, their fixed values, and which row of the learned ones each takes (−1: fixed)."""
+    values = dict(choice.values) | overrides
+    names = list(choice.formula.parameters)
+    fixed = [values.get(name, 0.0) for name in names]
+    rows = [first_learned + choice.learned.index(name) if name in choice.learned else -1 for name in names]
+    padding = MOST_PARAMETERS - len(names)
+    return len(names), fixed + [0.0] * padding, rows + [-1] * padding

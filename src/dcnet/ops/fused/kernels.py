@@ -1,0 +1,172 @@
+"""The Triton kernel of the epilogue, and what it shares with its gradient (`gradient_kernel.py`).
+
+Every map is seen as (batch, groups, kernels, positions) with strides, whatever its layout; a map in channels_last order
+has one batch of N·positions. A program handles a block of positions and the kernels of one group (a block of them where
+they are many), so that sums over kernels stay inside it. Sums over positions leave as one row per program, added up
+afterwards: no atomics, the same result in every run.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def parameter(learned, FIXED: tl.constexpr, ROW: tl.constexpr, channels, k, inside):
+    """A parameter of a formula for a block of kernels: a number, or a row of the learned ones as (1, kernels)."""
+    if ROW < 0:
+        value = FIXED
+    else:
+        value = tl.load(learned + ROW * channels + k, mask=inside, other=1.0)[None, :]
+    return value
+
+
+@triton.jit
+def magnitude(H: tl.constexpr, n, rho, p0, p1, p2, HAS_RHO: tl.constexpr, COUNT: tl.constexpr):
+    """The magnitude and its slopes; formulas differ in how many arguments they take."""
+    if HAS_RHO:
+        if COUNT == 0:
+            result = H(n, rho)
+        elif COUNT == 1:
+            result = H(n, rho, p0)
+        elif COUNT == 2:
+            result = H(n, rho, p0, p1)
+        else:
+            result = H(n, rho, p0, p1, p2)
+    else:
+        if COUNT == 0:
+            result = H(n)
+        elif COUNT == 1:
+            result = H(n, p0)
+        elif COUNT == 2:
+            result = H(n, p0, p1)
+        else:
+            result = H(n, p0, p1, p2)
+    return result
+
+
+@triton.jit
+def angular(G: tl.constexpr, c, p0, p1, p2, COUNT: tl.constexpr):
+    """The angular function and its slopes."""
+    if COUNT == 0:
+        result = G(c)
+    elif COUNT == 1:
+        result = G(c, p0)
+    elif COUNT == 2:
+        result = G(c, p0, p1)
+    else:
+        result = G(c, p0, p1, p2)
+    return result
+
+
+@triton.jit
+def vector(pointer, HAS: tl.constexpr, k, inside, DEFAULT: tl.constexpr):
+    """A per-kernel vector as (1, kernels); the default where there is none."""
+    if HAS:
+        value = tl.load(pointer + k, mask=inside, other=1.0).to(tl.float32)[None, :]
+    else:
+        value = DEFAULT
+    return value
+
+
+@triton.jit
+def forward(
+    d_ptr,
+    n_ptr,
+    y_ptr,
+    residual_ptr,
+    factor,
+    gain,
+    radius,
+    bias,
+    learned,
+    scale,
+    shift,
+    slope,
+    sums,
+    groups,
+    K,
+    P,
+    blocks,
+    d_b,
+    d_g,
+    d_k,
+    d_p,
+    n_b,
+    n_g,
+    n_p,
+    H: tl.constexpr,
+    HAS_RHO: tl.constexpr,
+    HC: tl.constexpr,
+    H0: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    HR0: tl.constexpr,
+    HR1: tl.constexpr,
+    HR2: tl.constexpr,
+    G: tl.constexpr,
+    GC: tl.constexpr,
+    G0: tl.constexpr,
+    G1: tl.constexpr,
+    G2: tl.constexpr,
+    GR0: tl.constexpr,
+    GR1: tl.constexpr,
+    GR2: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    BP: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y = factor·h·g + bias; then scale·y + shift + residual and the activation; or, with STATISTICS, only sums of y − shift."""
+    pid = tl.program_id(0)
+    block = pid % blocks
+    g = (pid // blocks) % groups
+    b = (pid // blocks) // groups
+    channels = groups * K
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    in_k = k < K
+    ch = g * K + k
+    p = tl.arange(0, BP)
+    in_p = block * BP + p < P
+    inside = in_p[:, None] & in_k[None, :]
+    start = block.to(tl.int64) * BP
+    at = b.to(tl.int64) * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
+
+    n = tl.load(n_ptr + b.to(tl.int64) * n_b + g * n_g + (start + p) * n_p, mask=in_p, other=1.0)[:, None]
+    d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
+    rho = vector(radius, HAS_RHO, ch, in_k, 1.0)
+    bent = n * vector(gain, HAS_GAIN, ch, in_k, 1.0)
+    h0, h1, h2 = (
+        parameter(learned, H0, HR0, channels, ch, in_k),
+        parameter(learned, H1, HR1, channels, ch, in_k),
+        parameter(learned, H2, HR2, channels, ch, in_k),
+    )
+    g0, g1, g2 = (
+        parameter(learned, G0, GR0, channels, ch, in_k),
+        parameter(learned, G1, GR1, channels, ch, in_k),
+        parameter(learned, G2, GR2, channels, ch, in_k),
+    )
+    y = magnitude(H, bent, rho, h0, h1, h2, HAS_RHO, HC)[0] * angular(G, c, g0, g1, g2, GC)[0]
+    y = y * vector(factor, HAS_FACTOR, ch, in_k, 1.0)
+    if HAS_BIAS:
+        y += vector(bias, True, ch, in_k, 0.0)
+    if STATISTICS:
+        row = sums + ((b * blocks + block) * 2).to(tl.int64) * channels
+        y = tl.where(inside, y - vector(shift, True, ch, in_k, 0.0), 0.0)
+        tl.store(row + ch, tl.sum(y, 0), mask=in_k)
+        tl.store(row + channels + ch, tl.sum(y * y, 0), mask=in_k)
+    else:
+        if AFFINE:
+            y = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
+        if RESIDUAL:
+            y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if ACTIVATION == 1:
+            y = tl.maximum(y, 0.0)
+        if ACTIVATION == 2:
+            y = tl.where(y > 0.0, y, y * vector(slope, True, ch, in_k, 0.0))
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,240 @@
+"""From tensors to kernel launches: strides, block sizes, buffers for sums."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dcnet.formulas import Choice
+from dcnet.ops.fused import formulas, gradient_kernel, kernels, norm_kernels
+from dcnet.ops.operator import Operator, make_operator
+
+operator_named = cache(make_operator)
+
+FIXED_SUMS = 4  # rows of sums for factor, gain, radius and bias; those of learned parameters follow
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class View:
+    """A map (N, groups·kernels, …) as (batch, groups, kernels, positions) with strides; one batch of all positions where the layout allows."""
+
+    def __init__(self, x: Tensor, groups: int) -> None:
+        batch, channels = x.shape[:2]
+        positions = x[0, 0].numel() if batch and channels else 0
+        self.groups, self.kernels = groups, channels // groups
+        by_channel = x.dim() == 2 or (channels > 1 and x.stride(1) == 1 and positions > 1)
+        self.channel, self.position = (1, channels) if by_channel else (positions, 1)
+        self.rows_first = by_channel
+        if groups == 1 and (by_channel or positions == 1 or batch == 1):
+            if not by_channel and positions == 1:
+                self.channel, self.position, self.rows_first = 1, channels, True
+            self.batch, self.positions, self.stride = 1, batch * positions, 0
+        else:
+            self.batch, self.positions, self.stride = batch, positions, channels * positions
+
+    def blocks(self, most_kernels: int = 512) -> tuple[int, int]:
+        """Sizes of a tile, positions × kernels."""
+        bk = min(triton.next_power_of_2(self.kernels), most_kernels if self.rows_first else 32)
+        bp = max(1, min(4096 // bk, triton.next_power_of_2(self.positions)))
+        return bp, bk
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Of batch, group, kernel and position."""
+        return self.stride, self.kernels * self.channel, self.channel, self.position
+
+    @property
+    def norm_strides(self) -> tuple[int, int, int]:
+        """Of batch, group and position in a map (N, groups, …) without gaps."""
+        return self.groups * self.positions, self.positions, 1
+
+
+def dense(x: Tensor) -> Tensor:
+    """x in contiguous or channels_last order, copied only if it is in neither."""
+    if x.is_contiguous() or x.dim() == 2:
+        return x.contiguous()
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    if x.dim() == 3:  # (N, C, L) with channels last has no name of its own
+        return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
+    return x if x.is_contiguous(memory_format=order) else x.contiguous()
+
+
+def like(x: Tensor, other: Tensor) -> Tensor:
+    """x in the memory order of the other."""
+    if x.stride() == other.stride():
+        return x
+    return torch.empty_like(other, dtype=x.dtype).copy_(x)
+
+
+def formula_arguments(operator: Operator) -> tuple[Any, ...]:
+    """What the kernels need to know of the operator's formulas, in their order of arguments."""
+    h, g = operator.magnitude, operator.angular
+    count_h, fixed_h, rows_h = formulas.arguments(h, dict(operator.alpha_one) if operator.weighting == "separate" else {}, 0)
+    count_g, fixed_g, rows_g = formulas.arguments(g, {}, len(h.learned))
+    return formulas.jit(h.formula), h.formula.has_radius, count_h, *fixed_h, *rows_h, formulas.jit(g.formula), count_g, *fixed_g, *rows_g
+
+
+def slope_places(operator: Operator) -> list[int]:
+    """Where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none."""
+
+    def places(choice: Choice, first: int) -> list[int]:
+        found = [first + choice.formula.learnable.index(name) for name in choice.learned]
+        return found + [-1] * (formulas.MOST_PARAMETERS - len(found))
+
+    return places(operator.magnitude, 2 + operator.magnitude.formula.has_radius) + places(operator.angular, 2)
+
+
+def epilogue_forward(
+    dot: Tensor,
+    norms: Tensor,
+    operator: Operator,
+    vectors: Sequence[Tensor | None],
+    learned: Tensor | None,
+    affine: tuple[Tensor, Tensor] | None = None,
+    residual: Tensor | None = None,
+    slope: Tensor | None = None,
+    activation: int = 0,
+) -> Tensor:
+    """act(scale·(s·h·g + b) + shift + residual) in the order and dtype of the dot product."""
+    out = torch.empty_like(dot)
+    if dot.numel() == 0:
+        return out
+    factor, gain, radius, bias = vectors
+    view = View(dot, norms.shape[1])
+    bp, bk = view.blocks()
+    blocks = cdiv(view.positions, bp)
+    scale, shift = affine or (None, None)
+    grid = (view.batch * view.groups * blocks, cdiv(view.kernels, bk))
+    some = dot  # stands for every pointer that is not used
+    kernels.forward[grid](
+        dot, norms, out, _or(residual, some), *(_or(v, some) for v in (factor, gain, radius, bias, learned, scale, shift, slope)), some,
+        view.groups, view.kernels, view.positions, blocks, *view.strides, *view.norm_strides,
+        *formula_arguments(operator), factor is not None, gain is not None, bias is not None,
+        affine is not None, residual is not None, activation, False, bp, bk,
+    )  # fmt: skip
+    return out
+
+
+def epilogue_backward(
+    e: Tensor, dot: Tensor, norms: Tensor, operator: Operator, vectors: Sequence[Tensor | None], learned: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the dot product and of the norms, and the sums for the vectors: (4 + learned, out_channels)."""
+    grad_d, rows = torch.empty_like(dot), FIXED_SUMS + len(operator.learned)
+    factor, gain, radius, bias = vectors
+    view = View(dot, norms.shape[1])
+    bp, bk = view.blocks()
+    blocks, kernel_blocks = cdiv(view.positions, bp), cdiv(view.kernels, bk)
+    grad_n = torch.empty((kernel_blocks, *norms.shape), dtype=norms.dtype, device=norms.device)
+    sums = torch.zeros((view.batch * blocks, rows, dot.shape[1]), dtype=torch.float32, device=dot.device)
+    if dot.numel():
+        some = dot
+        gradient_kernel.backward[(view.batch * view.groups * blocks, kernel_blocks)](
+            dot, norms, like(e, dot), some, grad_d, grad_n, some, *(_or(v, some) for v in (factor, gain, radius, bias, learned)),
+            some, some, some, some, some, some, some, sums,
+            view.groups, view.kernels, view.positions, blocks, norms.numel(), *view.strides, *view.norm_strides,
+            *formula_arguments(operator), factor is not None, gain is not None, bias is not None,
+            False, False, 0, False, False, *slope_places(operator), len(operator.magnitude.learned), rows, bp, bk,
+        )  # fmt: skip
+    return grad_d, grad_n[0] if kernel_blocks == 1 else grad_n.sum(0), sums.sum(0)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """w/‖w‖ in the dtype asked for, in the memory order of w, and ‖w‖ in float32."""
+    unit = torch.empty_like(weight, dtype=dtype)
+    norm = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    size = weight[0].numel()
+    norm_kernels.normalise[(weight.shape[0],)](weight, unit, norm, size, eps, min(1024, triton.next_power_of_2(size)))
+    return unit, norm
+
+
+def unit_kernel_backward(weight: Tensor, norm: Tensor, e: Tensor | None, e_norm: Tensor | None) -> Tensor:
+    """The gradient in w of `unit_kernel`."""
+    grad = torch.empty_like(weight)
+    size = weight[0].numel()
+    e = None if e is None else like(e, weight)
+    norm_kernels.normalise_backward[(weight.shape[0],)](
+        weight, norm, _or(e, weight), _or(e_norm, norm), grad, size, e is not None, e_norm is not None, min(1024, triton.next_power_of_2(size))
+    )
+    return grad
+
+
+def _three(values: Sequence[int], missing: int) -> list[int]:
+    return [missing] * (3 - len(values)) + list(values)
+
+
+def _channel_tiles(view: View) -> tuple[int, int]:
+    bc = min(triton.next_power_of_2(view.kernels), 128 if view.rows_first else 16)
+    return max(1, min(4096 // bc, triton.next_power_of_2(view.positions))), bc
+
+
+def patch_norms(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, eps: float
+) -> Tensor:
+    """‖x‖ of every patch and group: (N, groups, …)."""
+    sizes = x.shape[2:]
+    out = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
+    q = torch.empty((x.shape[0], groups, *sizes), dtype=torch.float32, device=x.device)
+    n = torch.empty((x.shape[0], groups, *out), dtype=torch.float32, device=x.device)
+    if n.numel() == 0:
+        return n
+    view = View(x, groups)
+    bp, bc = _channel_tiles(view)
+    blocks = cdiv(view.positions, bp)
+    norm_kernels.squares[(view.batch * groups * blocks,)](
+        x, q, groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position, bp, bc
+    )
+    norm_kernels.box[(cdiv(n.numel(), 256),)](
+        q,
+        n,
+        n.numel(),
+        *_three(sizes, 1),
+        *_three(out, 1),
+        *_three(stride, 1),
+        *_three(padding, 0),
+        *_three(dilation, 1),
+        *_three(kernel, 1),
+        eps,
+        256,
+    )
+    return n
+
+
+def patch_norms_backward(
+    e: Tensor,
+    x: Tensor,
+    n: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    grad: Tensor | None,
+) -> Tensor:
+    """The gradient in x, added to `grad` in place where one is given."""
+    groups = n.shape[1]
+    t = torch.empty((x.shape[0], groups, *x.shape[2:]), dtype=torch.float32, device=x.device)
+    total = grad if grad is not None else torch.empty_like(x)
+    if x.numel() == 0:
+        return total
+    norm_kernels.box_backward[(cdiv(t.numel(), 256),)](
+        e.contiguous(), n, t, t.numel(),
+        *_three(x.shape[2:], 1), *_three(n.shape[2:], 1), *_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1), 256,
+    )  # fmt: skip
+    total = like(total, x)
+    view = View(x, groups)
+    bp, bc = _channel_tiles(view)
+    blocks = cdiv(view.positions, bp)
+    strides = (view.stride, view.channel, view.position)
+    norm_kernels.add_product[(view.batch * groups * blocks, cdiv(view.kernels, bc))](
+        total, x, t, groups, view.kernels, view.positions, blocks, *strides, *strides, grad is not None, bp, bc
+    )
+    return total

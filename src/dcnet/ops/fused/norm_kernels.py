@@ -1,0 +1,185 @@
+"""The Triton kernels around the convolution: kernels normalised, patch norms, and their gradients.
+
+One to three dimensions are three here: a missing dimension has size 1.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normalise(w_ptr, unit_ptr, norm_ptr, D, eps, BLOCK: tl.constexpr):
+    """unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements."""
+    k = tl.program_id(0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, D, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+        total += w * w
+    norm = tl.sqrt(tl.sum(total, 0) + eps)
+    tl.store(norm_ptr + k, norm)
+    inverse = tl.where(norm > 0.0, 1.0 / norm, 0.0)
+    for start in range(0, D, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+        tl.store(unit_ptr + k * D + i, (w * inverse).to(unit_ptr.dtype.element_ty), mask=i < D)
+
+
+@triton.jit
+def normalise_backward(w_ptr, norm_ptr, e_ptr, e_norm_ptr, grad_ptr, D, HAS_E: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
+    k = tl.program_id(0)
+    norm = tl.load(norm_ptr + k)
+    inverse = tl.where(norm > 0.0, 1.0 / norm, 0.0)
+    along = 0.0
+    if HAS_E:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, D, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+            e = tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+            total += w * e
+        along = -tl.sum(total, 0) * inverse * inverse
+    if HAS_NORM:
+        along += tl.load(e_norm_ptr + k)
+    for start in range(0, D, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+        grad = w * inverse * along
+        if HAS_E:
+            grad += tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32) * inverse
+        tl.store(grad_ptr + k * D + i, grad.to(grad_ptr.dtype.element_ty), mask=i < D)
+
+
+@triton.jit
+def squares(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
+    """q (batch, groups, positions) = Σ over each group's C channels of x²."""
+    pid = tl.program_id(0)
+    block = pid % blocks
+    g = (pid // blocks) % groups
+    b = (pid // blocks) // groups
+    p = tl.arange(0, BP)
+    start = block.to(tl.int64) * BP
+    in_p = block * BP + p < P
+    base = x_ptr + b.to(tl.int64) * x_b + (g * C).to(tl.int64) * x_c + start * x_p
+    total = tl.zeros((BP,), tl.float32)
+    for first in range(0, C, BC):
+        c = first + tl.arange(0, BC)
+        x = tl.load(base + p[:, None] * x_p + c[None, :] * x_c, mask=in_p[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(x * x, 1)
+    tl.store(q_ptr + (b * groups + g).to(tl.int64) * P + start + p, total, mask=in_p)
+
+
+@triton.jit
+def box(
+    q_ptr,
+    n_ptr,
+    total,
+    ID,
+    IH,
+    IW,
+    OD,
+    OH,
+    OW,
+    SD,
+    SH,
+    SW,
+    PD,
+    PH,
+    PW,
+    DD,
+    DH,
+    DW,
+    KD: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """n = sqrt(Σ over the window of q + eps), maps (batch·groups, OD, OH, OW) of q (batch·groups, ID, IH, IW)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < total
+    w = i % OW
+    h = (i // OW) % OH
+    d = (i // (OW * OH)) % OD
+    m = i // (OW * OH * OD)
+    sum = tl.zeros((BLOCK,), tl.float32)
+    for kd in tl.static_range(KD):
+        for kh in tl.static_range(KH):
+            for kw in tl.static_range(KW):
+                zd = d * SD - PD + kd * DD
+                zh = h * SH - PH + kh * DH
+                zw = w * SW - PW + kw * DW
+                ok = inside & (zd >= 0) & (zd < ID) & (zh >= 0) & (zh < IH) & (zw >= 0) & (zw < IW)
+                sum += tl.load(q_ptr + ((m * ID + zd) * IH + zh) * IW + zw, mask=ok, other=0.0)
+    tl.store(n_ptr + i, tl.sqrt(sum + eps), mask=inside)
+
+
+@triton.jit
+def box_backward(
+    e_ptr,
+    n_ptr,
+    t_ptr,
+    total,
+    ID,
+    IH,
+    IW,
+    OD,
+    OH,
+    OW,
+    SD,
+    SH,
+    SW,
+    PD,
+    PH,
+    PW,
+    DD,
+    DH,
+    DW,
+    KD: tl.constexpr,
+    KH: tl.constexpr,
+    KW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """t = Σ over the windows that hold a position of e/n; the gradient in x is then x·t."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < total
+    w = i % IW
+    h = (i // IW) % IH
+    d = (i // (IW * IH)) % ID
+    m = i // (IW * IH * ID)
+    sum = tl.zeros((BLOCK,), tl.float32)
+    for kd in tl.static_range(KD):
+        for kh in tl.static_range(KH):
+            for kw in tl.static_range(KW):
+                zd = d + PD - kd * DD
+                zh = h + PH - kh * DH
+                zw = w + PW - kw * DW
+                ok = inside & (zd >= 0) & (zh >= 0) & (zw >= 0) & (zd % SD == 0) & (zh % SH == 0) & (zw % SW == 0)
+                ok = ok & (zd // SD < OD) & (zh // SH < OH) & (zw // SW < OW)
+                at = ((m * OD + zd // SD) * OH + zh // SH) * OW + zw // SW
+                n = tl.load(n_ptr + at, mask=ok, other=0.0)
+                sum += tl.where(n > 0.0, tl.load(e_ptr + at, mask=ok, other=0.0) / n, 0.0)
+    tl.store(t_ptr + i, sum, mask=inside)
+
+
+@triton.jit
+def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b, x_c, x_p, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """grad += x·t in place (or grad = x·t), t (batch, groups, positions)."""
+    pid = tl.program_id(0)
+    block = pid % blocks
+    g = (pid // blocks) % groups
+    b = (pid // blocks) // groups
+    p = tl.arange(0, BP)
+    start = block.to(tl.int64) * BP
+    in_p = block * BP + p < P
+    t = tl.load(t_ptr + (b * groups + g).to(tl.int64) * P + start + p, mask=in_p, other=0.0)
+    x_base = x_ptr + b.to(tl.int64) * x_b + (g * C).to(tl.int64) * x_c + start * x_p
+    g_base = grad_ptr + b.to(tl.int64) * g_b + (g * C).to(tl.int64) * g_c + start * g_p
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = in_p[:, None] & (c < C)[None, :]
+    grad = tl.load(x_base + p[:, None] * x_p + c[None, :] * x_c, mask=inside, other=0.0).to(tl.float32) * t[:, None]
+    at = g_base + p[:, None] * g_p + c[None, :] * g_c
+    if ADD:
+        grad += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, grad.to(grad_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,166 @@
+"""The fused kernels against the reference: on a GPU, or, at small sizes, in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+from helpers import OPERATORS, Case, as_float64, assert_within_rule, operands, run
+
+import dcnet
+from dcnet import m
+
+pytest.importorskip("triton")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside the interpreter
+
+SMALL = {
+    "grouped": Case(2, (2, 4, 4, 5), (6, 2, 3, 3), True, (("padding", 1), ("groups", 2), ("stride", (2, 1)))),
+    "channels last": Case(2, (2, 3, 5, 4), (5, 3, 3, 2), False, (("padding", "same"), ("dilation", (2, 1))), channels_last=True),
+    "grouped, channels last": Case(2, (2, 4, 4, 5), (6, 2, 2, 2), True, (("groups", 2),), channels_last=True),
+    "1d": Case(1, (2, 3, 7), (5, 3, 3), True, (("padding", 1), ("padding_mode", "circular"))),
+    "linear": Case(0, (7, 9), (5, 9), True, ()),
+    "3d": Case(3, (1, 2, 4, 4, 4), (3, 2, 2, 2, 2), False, (("stride", 2),)),
+}
+AWKWARD = {
+    f"{channels} channels, {h}×{w}{', channels last' if last else ''}": Case(
+        2, (3, channels, h, w), (kernels, channels, 3, 3), True, (("padding", 1),), channels_last=last
+    )
+    for channels, kernels in ((1, 3), (3, 50), (50, 257), (257, 1))
+    for h, w in ((1, 1), (7, 9))
+    for last in (False, True)
+}
+CASES = SMALL | AWKWARD if GPU else SMALL
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def on_device(tensors):
+    return {name: t.detach().to(DEVICE).requires_grad_() for name, t in tensors.items()}
+
+
+def check(case, dtype, magnitude, angular, weighting, mean_norm="batch"):
+    tensors = on_device(operands(case, magnitude, angular, dtype))
+    exact = run(case, as_float64(tensors), magnitude, angular, weighting, "reference", mean_norm)
+    reference = run(case, tensors, magnitude, angular, weighting, "reference", mean_norm)
+    assert_within_rule(run(case, tensors, magnitude, angular, weighting, "fused", mean_norm), reference, exact)
+
+
+# in the interpreter every operator sees one geometry in turn; on a GPU every operator sees every geometry
+PAIRS = [(operator, name) for i, operator in enumerate(OPERATORS) for j, name in enumerate(CASES) if GPU or i % len(CASES) == j]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32])
+@pytest.mark.parametrize(("operator", "name"), PAIRS, ids=str)
+def test_every_operator(operator, name, dtype):
+    check(CASES[name], dtype, *operator)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SMALL)
+def test_half_precision(name, dtype):
+    if dtype == torch.bfloat16 and not GPU:
+        pytest.skip("Triton's interpreter truncates to bfloat16 where a GPU rounds")
+    check(SMALL[name], dtype, "tanh", "sigmoid:k=learned", "linear")
+
+
+@pytest.mark.parametrize("mean_norm", [None, "batch"])
+def test_literal_radius(mean_norm):
+    check(SMALL["channels last"], torch.float32, "seg", "linear", None, mean_norm)
+
+
+def test_same_in_every_run():
+    case = CASES["50 channels, 7×9, channels last"] if GPU else SMALL["grouped"]
+    tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
+    first, second = (run(case, tensors, "tanh", "sigmoid:k=learned", "separate", "fused") for _ in range(2))
+    for name in ("output", "radius", "k"):  # the convolution's own gradients need not be, on a GPU
+        assert torch.equal(first[name], second[name])
+
+
+def test_a_users_formula_is_fused(catalogue):
+    @dcnet.magnitude
+    def rational(n, rho, alpha: dcnet.positive = 1.0):
+        """α·‖x‖/(‖x‖ + ρ)"""
+        s = 1.0 / (n + rho)
+        return alpha * n * s, alpha * rho * s * s, -alpha * n * s * s
+
+    @dcnet.angular
+    def blend(c, a: dcnet.learnable(start=0.5, floor=0.01) = 0.3):
+        """a·cos θ + (1 − a)·sign(cos θ)·cos²θ"""
+        square = c * m.abs(c)
+        return a * c + (1.0 - a) * square, a + (1.0 - a) * 2.0 * m.abs(c), c - square
+
+    layers = [
+        dcnet.DecoupledConv2d(3, 4, 3, magnitude="rational:alpha=2", angular="blend:a=learned", impl=impl).to(DEVICE)
+        for impl in ("reference", "fused")
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(2, 3, 5, 5, device=DEVICE, requires_grad=True)
+    results = [torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()]) for layer in layers]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_registered_properly(name):
+    """PyTorch's own check of schema, fake implementation, gradients and compilation."""
+    from dcnet.ops.fused import launch, library
+
+    case = SMALL[name]
+    tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
+    arguments = case.arguments
+    groups = arguments.get("groups", 1)
+    dims = case.dims
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(library.unit_kernel, (tensors["weight"], 1e-4, torch.float32), test_utils=checks)
+    x = launch.dense(tensors["x"].detach()).requires_grad_()
+    geometry = ([1] * dims, [1] * dims, [1] * dims, groups)
+    torch.library.opcheck(library.dot_and_norm, (x, tensors["weight"], *geometry, 1e-4), test_utils=checks)
+    dot, norms = (t.detach().requires_grad_() for t in library.dot_and_norm(x, tensors["weight"], *geometry, 1e-4))
+    vectors = (None, None, tensors["radius"], None, tensors["k"].detach()[None].requires_grad_())
+    torch.library.opcheck(library.epilogue, (dot, norms, *vectors, "tanh", "sigmoid:k=learned", ""), test_utils=checks)
+
+
+def test_second_derivatives_raise():
+    x = torch.randn(2, 3, 5, 5, device=DEVICE, requires_grad=True)
+    w = torch.randn(4, 3, 3, 3, device=DEVICE, requires_grad=True)
+    y = dcnet.decoupled_conv2d(x, w, impl="fused")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.autograd.grad(torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0].sum(), x)
+
+
+def test_autocast_and_compile():
+    layer = dcnet.DecoupledConv2d(3, 4, 3, angular="linear", impl="fused").to(DEVICE)
+    x = torch.randn(2, 3, 5, 5, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert layer.weight.grad.dtype == x.grad.dtype == torch.float32
+    if GPU:
+        compiled = torch.compile(layer, fullgraph=True)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_reasons(catalogue, monkeypatch):
+    @dcnet.magnitude
+    def many(n, a=1.0, b=1.0, c=1.0, d=1.0):
+        """a·b·c·d·‖x‖"""
+        return a * b * c * d * n, a * b * c * d
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64.*; the magnitude 'many' has 4 parameters"
+    ):
+        dcnet.decoupled_conv2d(torch.randn(1, 3, 5, 5).double(), torch.randn(4, 3, 3, 3).double(), magnitude="many", impl="fused")
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_empty_batch():
+    layer = dcnet.DecoupledConv2d(3, 4, 3, impl="fused").to(DEVICE)
+    assert layer(torch.randn(0, 3, 5, 5, device=DEVICE)).shape == (0, 4, 3, 3)
