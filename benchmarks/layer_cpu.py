@@ -56,7 +56,7 @@ def main() -> None:
             print(f"{layout:14} {name:26} {1e3 * median:8.1f} ms   {median / plain:5.2f}")
     if options.json:
         record = {"shape": SHAPE, "kernel": 3, "dtype": "float32", "threads": torch.get_num_threads(), "torch": torch.__version__}
-        record |= {"machine": platform.machine(), "repeats": options.repeats, "rows": rows}
+        record |= {"machine": platform.machine(), "repeats": options.repeats, "dcnet": dcnet.__version__, "rows": rows}
         with open(options.json, "w") as file:
             json.dump(record, file, indent=1)
 

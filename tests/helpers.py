@@ -125,7 +125,7 @@ def run(
 
 
 def gradients(y: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    incoming = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).reshape(y.shape).to(y.dtype)
+    incoming = torch.cos(torch.arange(y.numel(), dtype=torch.float64)).reshape(y.shape).to(y)
     return dict(zip(tensors, torch.autograd.grad(y, list(tensors.values()), incoming), strict=True))
 
 

@@ -107,6 +107,12 @@ def test_bad_options_leave_the_model_alone(options, message):
     with pytest.raises(ValueError, match=message):
         dcnet.decouple_(model, **options)
     assert type(model.stem) is nn.Conv2d
-    with pytest.raises(TypeError, match="kernel"):
-        dcnet.decouple_(model, kernel=3)
+    for option in ("kernel", "bias", "device", "radus"):
+        with pytest.raises(TypeError, match=f"no option '{option}'.*Possible: weighting, radius, eps"):
+            dcnet.decouple_(model, **{option: 3})
+    with pytest.raises(TypeError, match="where must be a function"):
+        dcnet.decouple_(model, where="stem")
+    state = torch.get_rng_state()
+    dcnet.decouple_(nn.Conv2d(3, 4, 3))
+    torch.set_rng_state(state)
     assert type(model.stem) is nn.Conv2d

@@ -1,5 +1,6 @@
 """Bad input: an error that names the culprit, the value and what was possible."""
 
+import numpy
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ X, W = torch.randn(2, 4, 6, 6), torch.randn(6, 4, 3, 3)
         ({"weighting": "joined"}, r"unknown weighting 'joined'\. Did you mean 'joint'\? Possible: None, 'linear', 'joint', 'separate'"),
         ({"magnitude": "sphere", "weighting": "joint"}, r"weighting='joint' bends a norm, but the magnitude 'sphere' has none to bend"),
         ({"magnitude": "sphere", "weighting": "separate"}, r"possible here: None, 'linear'"),
-        ({"radius": 0.0}, "radius must be a finite number > 0, got 0.0"),
+        ({"radius": 0.0}, "radius must be a finite number > 0, .*got 0.0"),
         ({"radius": -1.0}, "got -1.0"),
         ({"radius": float("nan")}, "got nan"),
         ({"radius": True}, "got True"),
@@ -78,6 +79,31 @@ def test_layers(options, message):
 def test_functions(options, message):
     with pytest.raises(ValueError, match=message):
         dcnet.decoupled_conv2d(X, W, **options)
+
+
+def test_more_inputs():
+    with pytest.raises(ValueError, match=r"bias must have the shape \(6,\), one for each kernel, got \(5,\)"):
+        dcnet.decoupled_conv2d(X, W, torch.ones(5))
+    with pytest.raises(TypeError, match="bias has dtype"):
+        dcnet.decoupled_conv2d(X, W, torch.ones(6).long())
+    with pytest.raises(ValueError, match="the kernel spans 9 in dimension 2, but the input with its padding has 6"):
+        dcnet.decoupled_conv2d(X, W, dilation=4)
+    with pytest.raises(ValueError, match="the kernel spans 7"):
+        dcnet.patch_norm(X, 7)
+    with pytest.raises(ValueError, match="stride must be a whole number"):
+        dcnet.decoupled_conv2d(X, W, stride=1.5)
+    with pytest.raises(ValueError, match="groups must be a whole number"):
+        dcnet.patch_norm(X, 3, groups=0)
+    with pytest.raises(ValueError, match="got a single number"):
+        dcnet.DecoupledLinear(1, 1)(torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"magnitude must be a name, got None\. Known: sphere"):
+        dcnet.DecoupledConv2d(4, 6, 3, magnitude=None)
+    with pytest.raises(ValueError, match="sync must be True or False"):
+        dcnet.DecoupledConv2d(4, 6, 3, sync="yes")
+    with pytest.raises(ValueError, match="or 'learned' in a layer, got None"):
+        dcnet.DecoupledConv2d(4, 6, 3, radius=None)
+    two = numpy.int64(2)
+    assert dcnet.DecoupledConv2d(4, 6, 3, stride=two, radius=numpy.float32(2.0))(X).shape == (2, 6, 2, 2)
 
 
 def test_inputs():

@@ -167,6 +167,9 @@ def register(kind, source):
         ("magnitude", "def f(n): return m.log(n - n), 0.0 * n", "is not finite at n="),
         ("magnitude", "f = dcnet.magnitude(bounded=True)\ndef g(n):\n  return n, 1.0\nf(g)", "registered as bounded"),
         ("angular", "def f(c): return m.where(c > 0.0, 1.0, 0.0), 0.0", r"m\.step"),
+        ("angular", "def f(c): return 1.0, 0.0", "does not depend on cos θ"),
+        ("magnitude", "def f(n):\n  n *= 2.0\n  return n, 2.0", r"uses \*="),
+        ("magnitude", "def f(n, radius: learnable(start=1.0, floor=0.1) = 1.0): return n * radius, radius, n", "cannot be called radius"),
     ],
 )
 def test_what_may_not_enter(catalogue, kind, source, message):
@@ -195,6 +198,23 @@ def test_a_name_is_taken_once(catalogue):
         register("magnitude", "def f(n): return 3.0 * n, 3.0")
 
 
+def test_a_replaced_linear_takes_no_shortcut(catalogue):
+    @dcnet.magnitude(replace=True)
+    def linear(n, alpha: positive = 1.0):
+        """α·‖x‖²"""
+        return alpha * n * n, 2.0 * alpha * n
+
+    x, w = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3)
+    results = [dcnet.decoupled_conv2d(x, w, magnitude="linear", impl=impl) for impl in ("reference", "eager")]
+    torch.testing.assert_close(*results)
+
+
+def test_separate_with_a_learned_alpha_is_refused(catalogue):
+    register("magnitude", "def f(n, alpha: learnable(start=2.0, floor=0.1) = 1.0): return alpha * m.log1p(n), alpha / (1.0 + n), m.log1p(n)")
+    with pytest.raises(ValueError, match="cannot learn alpha"):
+        dcnet.DecoupledConv2d(3, 4, 3, magnitude="f:alpha=learned", weighting="separate")
+
+
 def test_kinks_are_allowed(catalogue):
     register("magnitude", "def f(n, rho):\n  i = m.step(rho - n)\n  return m.minimum(n, rho), i, 1.0 - i")
 
@@ -207,7 +227,9 @@ def test_kinks_are_allowed(catalogue):
     [
         ("magnitude", "tahn", "Did you mean 'tanh'.* Known: sphere, ball, tanh, linear, seg, log, mix"),
         ("angular", "cosin", "Did you mean 'cosine'"),
-        ("angular", "tanh", "unknown angular 'tanh'"),
+        ("angular", "tanh", "unknown angular 'tanh'. It is a magnitude function"),
+        ("magnitude", "tanh:radius=2", "argument of its own, radius="),
+        ("angular", "sigmoid:k=learned,k=0.5", "gives k twice"),
         ("magnitude", "seg:gamma=1", "no parameter 'gamma'.*alpha, beta"),
         ("magnitude", "seg:bta=1", "Did you mean 'beta'"),
         ("magnitude", "tanh:alpha=0", "alpha must be a number > 0, got 0"),

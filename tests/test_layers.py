@@ -129,6 +129,7 @@ def test_statistics_stay_float32_in_half_precision():
         assert layer(x).dtype == layer.weight.dtype
         assert layer.running_norm.dtype == torch.float32
     assert dcnet.DecoupledConv2d(3, 4, 3).double().running_norm.dtype == torch.float64
+    assert dcnet.DecoupledConv2d(3, 4, 3).double().half().running_norm.dtype == torch.float32
     assert dcnet.DecoupledConv2d(3, 4, 3, dtype=torch.bfloat16).running_norm.dtype == torch.float32
 
 
@@ -184,6 +185,11 @@ def test_meta_device_and_reset():
     assert layer.running_norm.tolist() == [1.0]
     assert layer.raw_radius.tolist() == [1.0] * 4
     assert layer(torch.randn(2, 3, 5, 5)).isfinite().all()
+    with torch.device("meta"):
+        layer = dcnet.DecoupledConv2d(3, 4, 3, angular="sigmoid:k=learned")
+    layer.load_state_dict(nn.Conv2d(3, 4, 3, bias=False).state_dict(), assign=True)
+    assert layer(torch.randn(2, 3, 5, 5)).isfinite().all()
+    assert layer.raw_k.tolist() == pytest.approx([0.7] * 4)
 
 
 # -- statistics ----------------------------------------------------------------------------------------------------------
@@ -230,6 +236,49 @@ def test_checkpointing_counts_once(reentrant):
         assert layer.num_batches_tracked == 1
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_a_compiled_layer_counts_once(reentrant):
+    layer = dcnet.DecoupledConv2d(3, 4, 3)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    checkpoint(compiled, x, use_reentrant=reentrant).sum().backward()
+    assert layer.num_batches_tracked == 1
+    assert torch.equal(layer.running_norm, dcnet.patch_norm(x, 3).mean((0, 2, 3)).detach())
+
+
+def test_compiling_a_checkpointed_layer():
+    layer = dcnet.DecoupledConv2d(3, 4, 3)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    torch.compile(lambda t: checkpoint(layer, t, use_reentrant=False).sum(), fullgraph=True, backend="aot_eager")(x).backward()
+    assert layer.num_batches_tracked == 1
+
+
+def test_evaluation_and_training_before_one_backward():
+    layer = dcnet.DecoupledConv2d(3, 4, 3)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    (layer.eval()(x).sum() + layer.train()(x).sum()).backward()
+    assert x.grad.isfinite().all()
+
+
+def test_batched_gradients():
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    layer = dcnet.DecoupledLinear(3, 4, angular="linear").double().eval()
+    x = torch.randn(3, dtype=torch.float64)
+    jacobians = [torch.autograd.functional.jacobian(layer, x, vectorize=vectorize) for vectorize in (False, True)]
+    torch.testing.assert_close(*jacobians)
+
+
+def test_dead_groups_without_eps():
+    x = torch.randn(4, 4, 8, 8)
+    x[:, 1] = 0.0
+    x.requires_grad_()
+    for magnitude in ("tanh", "ball", "seg"):
+        layer = dcnet.DecoupledConv2d(4, 4, 3, groups=4, eps=0.0, magnitude=magnitude)
+        y = layer(x)
+        assert (y[:, 1] == 0).all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [x, *layer.parameters()]))
 
 
 def test_recalibrate():

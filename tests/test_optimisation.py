@@ -138,6 +138,25 @@ def test_weighted_gradients_of_a_shared_kernel_once():
     torch.testing.assert_close(layer.weight.grad, standard * kernel_norm(layer.weight.detach()).reshape(-1, 1, 1, 1), rtol=1e-12, atol=1e-12)
 
 
+def test_parametrized_kernels():
+    layer = nn.utils.parametrizations.weight_norm(dcnet.DecoupledConv2d(3, 4, 3))
+    for tool in (dcnet.project_weights_, dcnet.weight_gradients_):
+        with pytest.raises(ValueError, match=r"computed from other parameters \(parametrizations.weight.original0"):
+            tool(layer)
+    (exempt,) = dcnet.parameter_groups(layer)
+    assert exempt["weight_decay"] == 0.0
+    assert len(exempt["params"]) == 3
+
+
+def test_weighting_twice_is_refused():
+    layer = dcnet.DecoupledConv2d(3, 4, 3)
+    handle = dcnet.weight_gradients_(layer)
+    with pytest.raises(ValueError, match="weighted already"):
+        dcnet.weight_gradients_(layer)
+    handle.remove()
+    dcnet.weight_gradients_(layer)
+
+
 def test_penalties():
     net = network().double()
     orthogonal = orthonormal = 0.0

@@ -132,7 +132,9 @@ def look_up(kind: str, name: str) -> Formula:
     """The registered formula of that name."""
     catalogue = _CATALOGUES[kind]
     if name not in catalogue:
-        raise ValueError(f"unknown {kind} {name!r}.{nearest(name, catalogue)} Known: {', '.join(catalogue)}")
+        other = "angular" if kind == "magnitude" else "magnitude"
+        guess = f" It is a {other} function." if name in _CATALOGUES[other] else nearest(name, catalogue)
+        raise ValueError(f"unknown {kind} {name!r}.{guess} Known: {', '.join(catalogue)}")
     return catalogue[name]
 
 
@@ -172,18 +174,24 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
     if isinstance(spec, Formula):
         spec = spec.name if spec.kind == kind else _wrong_kind(kind, spec)
     if not isinstance(spec, str):
-        raise TypeError(f"{kind} must be a name such as {next(iter(_CATALOGUES[kind]))!r}, got {type(spec).__name__}")
+        raise TypeError(f"{kind} must be a name, got {spec!r}. Known: {', '.join(_CATALOGUES[kind])}")
     name, _, rest = spec.partition(":")
     formula = look_up(kind, name.strip())
     values = {parameter.name: parameter.default for parameter in formula.parameters.values()}
-    learned = []
+    learned: list[str] = []
+    given: set[str] = set()
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, text = (part.strip() for part in item.partition("="))
         if not equals or not text:
             raise ValueError(f"{kind} {spec!r}: expected parameter=value, got {item!r}")
         if key not in formula.parameters:
             known = ", ".join(formula.parameters) or "none"
+            if key in ("radius", "rho"):
+                known += ". The radius is an argument of its own, radius="
             raise ValueError(f"{kind} {formula.name!r} has no parameter {key!r}.{nearest(key, formula.parameters)} Its parameters: {known}")
+        if key in given:
+            raise ValueError(f"{kind} {spec!r} gives {key} twice")
+        given.add(key)
         if text == LEARNED:
             if key not in formula.learnable:
                 can = ", ".join(formula.learnable) or "none"
@@ -239,6 +247,8 @@ def _parameters(kind: str, function: Callable[..., Any]) -> dict[str, Parameter]
     for argument in rest:
         if argument.name == "rho":
             raise ValueError(f"{where}: rho must be the second argument of a magnitude")
+        if argument.name == "radius":
+            raise ValueError(f"{where}: a parameter cannot be called radius, which is the layer's own; the operator radius is rho")
         if argument.kind is not argument.POSITIONAL_OR_KEYWORD or not isinstance(argument.default, int | float):
             raise ValueError(f"{where}: parameter {argument} needs a plain name and a number as its default")
         bounds = anything if argument.annotation is argument.empty or argument.annotation is float else argument.annotation

@@ -47,6 +47,8 @@ def check_code(kind: str, function: Any) -> None:
                 raise ValueError(f"{where} uses the attribute .{step.argval}; call functions of m instead, as in m.{step.argval}(…)")
             if step.argval not in m.NAMES:
                 raise ValueError(f"{where} uses m.{step.argval}.{nearest(step.argval, m.NAMES)} m has: {', '.join(sorted(m.NAMES))}")
+        if name == "BINARY_OP" and step.argrepr.endswith("="):
+            raise ValueError(f"{where} uses {step.argrepr}, which would change its argument; write a = a {step.argrepr[:-1]} b")
         if name == "BINARY_OP" and step.argrepr in _REFUSED:
             raise ValueError(f"{where} uses the operator {step.argrepr}: {_REFUSED[step.argrepr]}")
         if name not in ("CACHE", "PRECALL", "PUSH_NULL"):
@@ -68,7 +70,7 @@ _TOLERANCE = 1e-4
 def check_slopes(formula: Formula) -> Formula:
     """The formula with `uses_norm` filled in; raises if a slope it returns is not the derivative of its value."""
     names = ["n" if formula.kind == "magnitude" else "c", *(["rho"] if formula.has_radius else []), *formula.learnable]
-    uses_norm = False
+    moves = False  # whether the value depends on ‖x‖ (or cos θ) at all
     for point in _points(formula):
         results = _evaluate(formula, point, len(names) + 1)
         here = results[0]
@@ -86,10 +88,12 @@ def check_slopes(formula: Formula) -> Formula:
                     f"{formula.kind} {formula.name!r}: its slope in {name} is {slope[i]:.6g} at {_describe(point, wrong)}, "
                     f"but its value changes at the rate {0.5 * (left[i] + right[i]):.6g} there",
                 )
-            uses_norm |= name == "n" and bool((slope != 0).any())
+            moves |= name == names[0] and bool((slope != 0).any())
     if formula.kind == "magnitude" and formula.bounded:
         _check_bound(formula)
-    return replace(formula, uses_norm=uses_norm) if formula.kind == "magnitude" else formula
+    if formula.kind == "angular" and not moves:
+        raise ValueError(f"angular {formula.name!r} does not depend on cos θ")
+    return replace(formula, uses_norm=moves) if formula.kind == "magnitude" else formula
 
 
 def _points(formula: Formula) -> Iterator[dict[str, Tensor]]:

@@ -1,13 +1,15 @@
 """Turning the convolutions of a model someone already has into decoupled ones, in place."""
 
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from dcnet.formulas import nearest
 from dcnet.layers.conv import DecoupledConv1d, DecoupledConv2d, DecoupledConv3d
-from dcnet.layers.decoupled import Decoupled, Spec
+from dcnet.layers.decoupled import Decoupled, Spec, check_options
 from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.optimisation import Where
 
@@ -55,12 +57,19 @@ def decouple_(
 
     A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid.
     """
+    if isinstance(types, type):
+        types = (types,)
     for kind in types:
         if not isinstance(kind, type) or not issubclass(kind, _CONVERTIBLE):
             possible = ", ".join(f"nn.{known.__name__}" for known in _TWINS)
             raise ValueError(f"types: cannot convert {kind!r}; possible: {possible} and their subclasses")
-    # Everything that can be wrong with the options is found on a small layer, before the model is touched.
-    DecoupledLinear(1, 1, magnitude=magnitude, angular=angular, **layer_options)
+    if where is not None and not callable(where):
+        raise TypeError(f"where must be a function of (name, module), got {where!r}")
+    options = [name for name in signature(check_options).parameters if name not in ("magnitude", "angular")]
+    for name in layer_options:
+        if name not in options:
+            raise TypeError(f"decouple_ has no option {name!r}.{nearest(name, options)} Possible: {', '.join(options)}")
+    check_options(magnitude, angular, **layer_options)  # before the model is touched
     report = DecoupleReport()
     for name, module in list(model.named_modules()):  # a shared module comes once
         if not isinstance(module, _CONVERTIBLE):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.formulas import Choice, Formula, Learnable
-from dcnet.layers.ranks import distributed, mean_over_ranks, recomputing
+from dcnet.layers.ranks import distributed, mean_over_ranks, track_norm
 from dcnet.ops import (
     EPS,
     MeanNorm,
@@ -22,7 +22,7 @@ from dcnet.ops import (
 )
 
 RADIUS_FLOOR = 1e-4  # the learned radius is raw² + this
-RADIUS_START = 1.0  # of raw
+STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
 
 Spec = str | Formula | Choice
 
@@ -57,20 +57,8 @@ class Decoupled(nn.Module):
         impl: str = "auto",
     ) -> None:
         """Adds what decoupling needs to a constructed plain layer; raises before it changes anything."""
-        operator = make_operator(magnitude, angular, weighting)
+        operator = check_options(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
         has_radius = operator.magnitude.formula.has_radius
-        if isinstance(radius, str):
-            if radius != "learned":
-                raise ValueError(f"unknown radius {radius!r}; possible: 'learned', or a number > 0")
-        else:
-            check_literal_radius(radius)
-            if not has_radius:
-                raise ValueError(f"radius={radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
-        check_eps(eps)
-        check_impl(impl)
-        if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
-            raise ValueError(f"momentum must be a number from 0 to 1, or None for a cumulative average, got {momentum!r}")
-
         self.operator = operator
         self.radius, self.eps, self.momentum, self.sync, self.impl = radius, eps, momentum, sync, impl
         kernels, groups = self._kernels_and_groups()
@@ -131,7 +119,8 @@ class Decoupled(nn.Module):
         if self.running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
             has_mean = x.numel() > 0 or (self.sync and distributed())
-            mean_norm = self._batch_mean_norm if self.training and has_mean else self.running_norm
+            # a copy: a later training step moves the average in place, and backward may come after it
+            mean_norm = self._batch_mean_norm if self.training and has_mean else self.running_norm.clone()
         return decouple(
             x,
             self.weight,
@@ -148,19 +137,10 @@ class Decoupled(nn.Module):
     def _batch_mean_norm(self, norms: Tensor) -> Tensor:
         """E{‖x‖} of this batch, over all ranks with `sync`; also moves the running average."""
         mean = mean_over_ranks(norms) if self.sync else batch_mean(norms)
-        if not recomputing():
-            self._track(mean.detach())
-        return mean
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor) -> None:
         assert self.running_norm is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        share = 1.0 / self.num_batches_tracked  # the first batch is taken as it is
-        if self.momentum is not None:
-            share = torch.where(self.num_batches_tracked == 1, share, self.momentum)
-        self.running_norm.lerp_(mean.to(self.running_norm.dtype), share.to(self.running_norm.dtype))
+        track_norm(mean.detach(), self.running_norm, self.num_batches_tracked, self.momentum)
+        return mean
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -173,30 +153,41 @@ class Decoupled(nn.Module):
     def reset_running_stats(self) -> None:
         """Forgets the running mean norm."""
         if self.running_norm is not None and self.num_batches_tracked is not None:
-            self.running_norm.fill_(1.0)
-            self.num_batches_tracked.zero_()
+            self.running_norm.fill_(STARTS["running_norm"])
+            self.num_batches_tracked.fill_(STARTS["num_batches_tracked"])
 
     @torch.no_grad()
     def _reset_extras(self) -> None:
-        self.reset_running_stats()
-        if self.raw_radius is not None:
-            self.raw_radius.fill_(RADIUS_START)
-        for choice in (self.operator.magnitude, self.operator.angular):
-            for name in choice.learned:
-                bounds = choice.formula.parameters[name].range
-                assert isinstance(bounds, Learnable)
-                getattr(self, f"raw_{name}").fill_(bounds.raw_start)
+        for name in self._extras():
+            getattr(self, name).fill_(self._start(name))
+
+    def _start(self, extra: str) -> float:
+        """Where an extra starts."""
+        if extra in STARTS:
+            return STARTS[extra]
+        choice = next(c for c in (self.operator.magnitude, self.operator.angular) if extra.removeprefix("raw_") in c.learned)
+        bounds = choice.formula.parameters[extra.removeprefix("raw_")].range
+        assert isinstance(bounds, Learnable)
+        return bounds.raw_start
 
     def _extras(self) -> list[str]:
         """The state-dict keys a plain layer does not have."""
-        tracked = ["raw_radius", "running_norm", "num_batches_tracked"] if self.raw_radius is not None else []
+        tracked = list(STARTS) if self.raw_radius is not None else []
         return tracked + [f"raw_{name}" for name in self.operator.learned]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # A plain layer's state has none of the extras: they keep what they are. With some of them, the missing ones are errors.
         if not any(prefix + name in state_dict for name in self._extras()):
-            state_dict = state_dict | {prefix + name: getattr(self, name).detach() for name in self._extras()}
+            state_dict = state_dict | {prefix + name: self._kept(name, state_dict.get(prefix + "weight")) for name in self._extras()}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._apply(lambda t: t)  # statistics that came in half precision, with assign=True
+
+    def _kept(self, name: str, weight: Tensor | None) -> Tensor:
+        """An extra as it is; one without storage yet (on the meta device) gets its start, where the weight goes."""
+        value = getattr(self, name).detach()
+        if not value.is_meta or weight is None or weight.is_meta:
+            return value
+        return torch.full_like(value, self._start(name), device=weight.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As nn.Module, but the statistics stay float32 in a half-precision layer."""
@@ -205,7 +196,7 @@ class Decoupled(nn.Module):
         for name, old in before.items():
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = old.to(device=new.device)
+                self._buffers[name] = old.to(device=new.device, dtype=torch.float32)
         return self
 
     def extra_repr(self) -> str:
@@ -218,6 +209,34 @@ class Decoupled(nn.Module):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)!r}"
         return text
+
+
+def check_options(
+    magnitude: Spec = "tanh",
+    angular: Spec = "cosine",
+    weighting: str | None = None,
+    radius: str | float = "learned",
+    eps: float = EPS,
+    momentum: float | None = 0.1,
+    sync: bool = False,
+    impl: str = "auto",
+) -> Operator:
+    """The operator a layer with these options has; raises where one of them cannot be."""
+    operator = make_operator(magnitude, angular, weighting)
+    if isinstance(radius, str):
+        if radius != "learned":
+            raise ValueError(f"unknown radius {radius!r}; possible: 'learned', or a number > 0")
+    else:
+        check_literal_radius(radius)
+        if not operator.magnitude.formula.has_radius:
+            raise ValueError(f"radius={radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
+    check_eps(eps)
+    check_impl(impl)
+    if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
+        raise ValueError(f"momentum must be a number from 0 to 1, or None for a cumulative average, got {momentum!r}")
+    if not isinstance(sync, bool):
+        raise ValueError(f"sync must be True or False, got {sync!r}")
+    return operator
 
 
 def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:

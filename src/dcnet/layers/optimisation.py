@@ -21,7 +21,17 @@ def _unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, D
                 f"{what} does not go with weighted operators: layer {name or '(the model itself)'!r} has weighting={layer.weighting!r}. "
                 "Leave it out with where=lambda name, layer: …",
             )
+        if layer._parameters.get("weight") is None:
+            raise ValueError(
+                f"{what} changes the kernels themselves, but those of layer {name or '(the model itself)'!r} are computed from other parameters "
+                f"({', '.join(_sources(layer)) or 'unknown'}). Remove the parametrization, or leave the layer out with where=",
+            )
     return layers
+
+
+def _sources(layer: Decoupled) -> list[str]:
+    """The parameters a parametrized kernel is computed from (weight_norm and the like, old style and new)."""
+    return [name for name, _ in layer.named_parameters() if name.startswith(("parametrizations.weight.", "weight_"))]
 
 
 @torch.no_grad()
@@ -99,15 +109,23 @@ class WeightedGradients:
 def weight_gradients_(model: nn.Module, where: Where | None = None) -> WeightedGradients:
     """A handle; until it is removed, the gradient of every decoupled kernel is multiplied by the layer's own ‖w‖."""
 
-    def weighted(layer: Decoupled) -> Callable[[Tensor], Tensor]:
-        def hook(grad: Tensor) -> Tensor:
-            norm = kernel_norm(layer.weight.detach(), layer.eps).reshape(-1, *[1] * (grad.dim() - 1))
-            return (grad * norm).to(grad.dtype)
+    layers = _unweighted(model, where, "weighting gradients")
+    for name, layer in layers.items():
+        if any(isinstance(hook, _TimesNorm) for hook in (layer.weight._backward_hooks or {}).values()):
+            raise ValueError(f"the gradients of layer {name or '(the model itself)'!r} are weighted already; remove the first handle before")
+    kernels = {layer.weight: layer for layer in layers.values() if layer.weight.requires_grad}  # a shared kernel once
+    return WeightedGradients([kernel.register_hook(_TimesNorm(layer)) for kernel, layer in kernels.items()])
 
-        return hook
 
-    kernels = {layer.weight: layer for layer in _unweighted(model, where, "weighting gradients").values()}  # a shared kernel once
-    return WeightedGradients([kernel.register_hook(weighted(layer)) for kernel, layer in kernels.items() if kernel.requires_grad])
+class _TimesNorm:
+    """The hook on a kernel that multiplies its gradient by ‖w‖."""
+
+    def __init__(self, layer: Decoupled) -> None:
+        self.layer = layer
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        norm = kernel_norm(self.layer.weight.detach(), self.layer.eps).reshape(-1, *[1] * (grad.dim() - 1))
+        return (grad * norm).to(grad.dtype)
 
 
 def orthonormal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
@@ -143,7 +161,7 @@ def parameter_groups(model: nn.Module, weight_decay: float = 5e-4) -> list[dict[
     for layer in decoupled_layers(model).values():
         exempt |= {p for name, p in layer.named_parameters(recurse=False) if name.startswith("raw_")}
         if layer.weighting is None:
-            exempt.add(layer.weight)
+            exempt |= {layer.get_parameter(name) for name in (["weight"] if layer._parameters.get("weight") is not None else _sources(layer))}
     groups = [
         {"params": [p for p in model.parameters() if p not in exempt], "weight_decay": weight_decay},
         {"params": [p for p in model.parameters() if p in exempt], "weight_decay": 0.0},

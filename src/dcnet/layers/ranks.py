@@ -9,7 +9,22 @@ from torch import Tensor
 
 def recomputing() -> bool:
     """Whether this forward runs inside a backward: activation checkpointing doing again what has been counted."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("dcnet::track_norm", mutates_args=("running_norm", "num_batches_tracked"))
+def track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
+    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation.
+
+    An operator, so that a compiled graph asks whether it is one whenever it runs, not once when it is compiled.
+    """
+    if recomputing():
+        return
+    num_batches_tracked.add_(1)
+    share = 1.0 / num_batches_tracked  # the first batch is taken as it is
+    if momentum is not None:
+        share = torch.where(num_batches_tracked == 1, share, momentum)
+    running_norm.lerp_(mean.to(running_norm.dtype), share.to(running_norm.dtype))
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -93,8 +93,9 @@ class _Epilogue(torch.autograd.Function):
         d, n, *vectors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         one_over_n = inverse(n)
-        # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place.
-        if torch.is_grad_enabled():
+        # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place;
+        # a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(e):
             of_d, *rest = _gradients(ctx.operator, wanted, e, d, n, one_over_n, *vectors)
             return None, None if of_d is None else of_d.to(d.dtype), *rest
         grad_d = torch.empty_like(d) if wanted[0] else None

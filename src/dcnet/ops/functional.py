@@ -1,6 +1,7 @@
 """The stateless decoupled operators, and the choice of an implementation."""
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -111,6 +112,10 @@ def _stateless(
 ) -> Tensor:
     """Checks what a layer has checked at its construction, then decouples."""
     check_eps(eps)
+    if bias is not None:
+        check_input(bias, "bias")
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(f"bias must have the shape ({weight.shape[0]},), one for each kernel, got {tuple(bias.shape)}")
     operator = _with_parameters(operator, parameters or {}, weight.shape[0])
     mean: MeanNorm
     if isinstance(mean_norm, str):
@@ -146,8 +151,8 @@ def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor |
 
 def check_literal_radius(radius: object) -> None:
     """Raises unless the number may be an operator radius."""
-    if not isinstance(radius, int | float) or isinstance(radius, bool) or not 0.0 < radius < float("inf"):
-        raise ValueError(f"radius must be a finite number > 0, got {radius!r}")
+    if not isinstance(radius, Real) or isinstance(radius, bool) or not 0.0 < float(radius) < float("inf"):
+        raise ValueError(f"radius must be a finite number > 0, or 'learned' in a layer, got {radius!r}")
 
 
 def _with_parameters(operator: Operator, parameters: Mapping[str, Tensor], out_channels: int) -> Operator:
@@ -189,6 +194,8 @@ def decouple(
     impl: str,
 ) -> Tensor:
     """The decoupled convolution (or, over no dimensions, linear map) by the implementation asked for."""
+    if where.dims == 0 and x.dim() == 0:
+        raise ValueError("input must be (…, in_features), got a single number")
     if where.dims == 0:
         flat, lead = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x, x.shape[:-1]
     else:
@@ -201,6 +208,7 @@ def decouple(
         raise ValueError(f"input has {flat.shape[1]} {what}, the layer expects {expected} (shape {tuple(x.shape)})")
     if weight.shape[0] % where.groups:
         raise ValueError(f"groups={where.groups} does not divide the {weight.shape[0]} kernels of the weight")
+    where.check_fits(flat.shape[2:])
     out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps))
     if where.dims == 0:
         return out.reshape(*lead, out.shape[1]) if x.dim() != 2 else out

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +31,13 @@ class Geometry:
         """The padding as F.pad takes it: last dimension first."""
         return [side for sides in reversed(self.padding) for side in sides]
 
+    def check_fits(self, sizes: Sequence[int]) -> None:
+        """Raises where a window is larger than the padded map."""
+        for i, size in enumerate(sizes):
+            span, room = self.dilation[i] * (self.kernel_size[i] - 1) + 1, size + sum(self.padding[i])
+            if span > room:
+                raise ValueError(f"the kernel spans {span} in dimension {i + 2}, but the input with its padding has {room} (sizes {tuple(sizes)})")
+
     def pad(self, x: Tensor) -> Tensor:
         """x with the padding written out, in this geometry's padding mode."""
         if not any(self.pads):
@@ -39,10 +47,13 @@ class Geometry:
 
 def sizes(name: str, value: Sizes, dims: int, least: int) -> tuple[int, ...]:
     """`value` as one whole number per dimension; `name` is for the error."""
-    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    try:
+        values = tuple(index(v) for v in value) if isinstance(value, Sequence) else (index(value),)
+    except TypeError:
+        values = ()
     if len(values) == 1:
         values *= dims
-    if len(values) != dims or any(not isinstance(v, int) or v < least for v in values):
+    if len(values) != dims or any(v < least for v in values):
         raise ValueError(f"{name} must be a whole number ≥ {least}, or {dims} of them, got {value!r}")
     return values
 

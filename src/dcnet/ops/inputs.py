@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dcnet.ops.geometry import Geometry
@@ -39,5 +40,7 @@ class Inputs:
         if self.mean_norm is None:
             return rho, rho
         mean = self.mean_norm(norms) if callable(self.mean_norm) else self.mean_norm
-        scaled = rho.unflatten(0, (self.geometry.groups, -1)) * mean.to(norms.dtype).unsqueeze(1)
-        return rho, scaled.flatten()
+        scaled = (rho.unflatten(0, (self.geometry.groups, -1)) * mean.to(norms.dtype).unsqueeze(1)).flatten()
+        if self.eps == 0.0:  # without eps a group of nothing but zeros has E = 0, and any radius will do for it
+            scaled = torch.where(scaled > 0.0, scaled, 1.0)
+        return rho, scaled

@@ -40,7 +40,7 @@ class _SumOfSquares(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         groups = grad.shape[1]
         product = x.unflatten(1, (groups, -1)) * (2.0 * grad).unsqueeze(2)
-        return product.flatten(1, 2).to(x.dtype), None
+        return product.reshape(x.shape).to(x.dtype), None
 
 
 def sum_of_squares(x: Tensor, groups: int = 1) -> Tensor:
@@ -110,6 +110,8 @@ def patch_norm(
 ) -> Tensor:
     """‖x‖ of every patch: (N, groups, H, W) for an input (N, C, H, W); one and three dimensions alike.
 
+    The first dimension is always the batch: (N, C, L) is read as one-dimensional.
+
     >>> patch_norm(torch.ones(1, 3, 4, 4), 2, eps=0.0).shape
     torch.Size([1, 1, 3, 3])
     """
@@ -117,9 +119,10 @@ def patch_norm(
     check_eps(eps)
     if x.dim() not in (3, 4, 5):
         raise ValueError(f"input must be (N, C, …) with one to three spatial dimensions, got the shape {tuple(x.shape)}")
+    where = geometry(kernel_size, stride, padding, dilation, groups, padding_mode, x.dim() - 2)
     if x.shape[1] % groups:
         raise ValueError(f"groups={groups} does not divide the {x.shape[1]} channels of the input")
-    where = geometry(kernel_size, stride, padding, dilation, groups, padding_mode, x.dim() - 2)
+    where.check_fits(x.shape[2:])
     return norm_map(x, where, eps)
 
 

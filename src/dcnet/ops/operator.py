@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from dcnet.formulas import Choice, Formula, choose, nearest
+from dcnet.formulas.angulars import cosine
+from dcnet.formulas.magnitudes import linear
 from dcnet.ops.programs import Program, program
 
 WEIGHTINGS = (None, "linear", "joint", "separate")
@@ -23,7 +25,7 @@ class Operator:
     @property
     def is_inner_product(self) -> bool:
         """Whether h·g is α·⟨w, x⟩ (or α·⟨w, x⟩/‖w‖ unweighted): then no patch norm is needed."""
-        return self.magnitude.name == "linear" and self.angular.name == "cosine"
+        return self.magnitude.formula.function is linear and self.angular.formula.function is cosine
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -77,6 +79,8 @@ def make_operator(magnitude: "str | Formula | Choice", angular: "str | Formula |
         raise ValueError(
             f"weighting={weighting!r} bends a norm, but the magnitude {operator.magnitude.name!r} has none to bend; possible here: None, 'linear'",
         )
+    if weighting == "separate" and "alpha" in operator.magnitude.learned:
+        raise ValueError(f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha with it")
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")

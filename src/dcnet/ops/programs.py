@@ -32,7 +32,7 @@ def program(choice: Choice, results: int, overrides: tuple[tuple[str, float], ..
     """A function (first, rho, *learned) that gives the formula's first so many results, rho None where it takes none."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    first, rho, *learned = (fx.Proxy(graph.placeholder(name), tracer) for name in ("first", "rho", *choice.learned))
+    first, rho, *learned = (fx.Proxy(graph.placeholder(name), tracer) for name in ("first", "rho", *(f"learned_{name}" for name in choice.learned)))
     outputs = choice(first, rho, dict(zip(choice.learned, learned, strict=True)), **dict(overrides))[:results]
     graph.output(tuple(result.node if isinstance(result, fx.Proxy) else result for result in outputs))
     for node in graph.nodes:

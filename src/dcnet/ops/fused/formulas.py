@@ -1,5 +1,6 @@
 """The catalogue's formulas inside Triton kernels: the same code objects, with `m` bound to its Triton twin."""
 
+import ast
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -21,7 +22,16 @@ def jit(formula: Formula) -> Any:
     # tl is for the interpreter, which wants to see it in every function
     bound = FunctionType(plain.__code__, {**plain.__globals__, "m": m, "tl": tl}, plain.__name__, plain.__defaults__)
     bound.__module__ = plain.__module__
-    return triton.jit(bound)
+    function = triton.jit(bound)
+    if isinstance(function, triton.JITFunction):
+        # The compiler looks up the annotations too, as if they were part of the arithmetic: `positive` is none of its business.
+        tree = ast.parse(function.src)
+        definition = tree.body[0]
+        assert isinstance(definition, ast.FunctionDef)
+        for argument in definition.args.args:
+            argument.annotation = None
+        function._unsafe_update_src(ast.unparse(tree))
+    return function
 
 
 def arguments(choice: Choice, overrides: dict[str, float], first_learned: int) -> tuple[int, list[float], list[int]]:

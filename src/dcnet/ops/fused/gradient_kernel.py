@@ -32,6 +32,8 @@ def backward(
     K,
     P,
     blocks,
+    tiles,
+    kernel_blocks,
     rows,
     d_b,
     d_g,
@@ -77,98 +79,121 @@ def backward(
     BK: tl.constexpr,
 ):
     """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient)."""
-    pid = tl.program_id(0)
-    block = pid % blocks
-    g = (pid // blocks) % groups
-    b = (pid // blocks) // groups
     channels = groups * K
-    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    g = tl.program_id(1) // kernel_blocks
+    kernel_block = tl.program_id(1) % kernel_blocks
+    k = kernel_block * BK + tl.arange(0, BK)
     in_k = k < K
     ch = g * K + k
-    p = tl.arange(0, BP)
-    in_p = block * BP + p < P
-    inside = in_p[:, None] & in_k[None, :]
-    start = block.to(tl.int64) * BP
-    at = b.to(tl.int64) * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
-    at_n = b.to(tl.int64) * n_b + g * n_g + (start + p) * n_p
-
-    n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
-    d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    e = tl.load(e_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
-    ratio = d * one_over_n
-    c = tl.minimum(tl.maximum(ratio, -1.0), 1.0)
     rho = vector(radius, HAS_RHO, ch, in_k, 1.0)
     t = vector(gain, HAS_GAIN, ch, in_k, 1.0)
     s = vector(factor, HAS_FACTOR, ch, in_k, 1.0)
-    h0, h1, h2 = (
-        parameter(learned, H0, HR0, channels, ch, in_k),
-        parameter(learned, H1, HR1, channels, ch, in_k),
-        parameter(learned, H2, HR2, channels, ch, in_k),
-    )
-    g0, g1, g2 = (
-        parameter(learned, G0, GR0, channels, ch, in_k),
-        parameter(learned, G1, GR1, channels, ch, in_k),
-        parameter(learned, G2, GR2, channels, ch, in_k),
-    )
-    of_h = magnitude(H, n * t, rho, h0, h1, h2, HAS_RHO, HC)
-    of_g = angular(G, c, g0, g1, g2, GC)
-    row = sums + ((b * blocks + block) * SUMS).to(tl.int64) * channels
+    h0 = parameter(learned, H0, HR0, channels, ch, in_k)
+    h1 = parameter(learned, H1, HR1, channels, ch, in_k)
+    h2 = parameter(learned, H2, HR2, channels, ch, in_k)
+    g0 = parameter(learned, G0, GR0, channels, ch, in_k)
+    g1 = parameter(learned, G1, GR1, channels, ch, in_k)
+    g2 = parameter(learned, G2, GR2, channels, ch, in_k)
+    p = tl.arange(0, BP)
+    nothing = tl.zeros((BP, BK), tl.float32)
+    sum_0, sum_1, sum_2, sum_3 = nothing, nothing, nothing, nothing
+    sum_h0, sum_h1, sum_h2, sum_g0, sum_g1, sum_g2 = nothing, nothing, nothing, nothing, nothing, nothing
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        block = tile % blocks
+        b = (tile // blocks).to(tl.int64)
+        in_p = block * BP + p < P
+        inside = in_p[:, None] & in_k[None, :]
+        start = block.to(tl.int64) * BP
+        at = b * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
+        at_n = b * n_b + g * n_g + (start + p) * n_p
 
-    if AFFINE:
-        y = of_h[0] * of_g[0] * s
-        if HAS_BIAS:
-            y += vector(bias, True, ch, in_k, 0.0)
-        if ACTIVATION != 0:
-            if RESIDUAL:
-                on = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32) > 0.0
-            else:
-                z = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
-                on = z > 0.0
-            if ACTIVATION == 1:
-                e = tl.where(on, e, 0.0)
-            else:
-                if REDUCE:
-                    tl.store(row + 2 * channels + ch, tl.sum(tl.where(on, 0.0, e * z), 0), mask=in_k)
-                e = tl.where(on, e, e * vector(slope, True, ch, in_k, 0.0))
-        centred = tl.where(inside, (y - vector(mean, True, ch, in_k, 0.0)) * vector(rstd, True, ch, in_k, 0.0), 0.0)
-        if REDUCE:
-            if RESIDUAL:
-                tl.store(grad_residual + at, e.to(grad_residual.dtype.element_ty), mask=inside)
-            tl.store(row + ch, tl.sum(e, 0), mask=in_k)
-            tl.store(row + channels + ch, tl.sum(e * centred, 0), mask=in_k)
-        else:
-            if CENTRED:
-                e = e - vector(mean_e, True, ch, in_k, 0.0) - centred * vector(mean_ey, True, ch, in_k, 0.0)
-            e = tl.where(inside, e * vector(scale, True, ch, in_k, 1.0), 0.0)
+        n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
+        d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        e = tl.load(e_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
+        ratio = d * one_over_n
+        c = tl.minimum(tl.maximum(ratio, -1.0), 1.0)
+        of_h = magnitude(H, n * t, rho, h0, h1, h2, HAS_RHO, HC)
+        of_g = angular(G, c, g0, g1, g2, GC)
 
+        if AFFINE:
+            y = of_h[0] * of_g[0] * s
+            if HAS_BIAS:
+                y += vector(bias, True, ch, in_k, 0.0)
+            if ACTIVATION != 0:
+                if RESIDUAL:
+                    on = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32) > 0.0
+                else:
+                    z = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
+                    on = z > 0.0
+                if ACTIVATION == 1:
+                    e = tl.where(on, e, 0.0)
+                else:
+                    if REDUCE:
+                        sum_2 += tl.where(on, 0.0, e * z)
+                    e = tl.where(on, e, e * vector(slope, True, ch, in_k, 0.0))
+            centred = (y - vector(mean, True, ch, in_k, 0.0)) * vector(rstd, True, ch, in_k, 0.0)
+            if REDUCE:
+                if RESIDUAL:
+                    tl.store(grad_residual + at, e.to(grad_residual.dtype.element_ty), mask=inside)
+                sum_0 += e
+                sum_1 += e * centred
+            else:
+                if CENTRED:
+                    e = e - vector(mean_e, True, ch, in_k, 0.0) - centred * vector(mean_ey, True, ch, in_k, 0.0)
+                e = tl.where(inside, e * vector(scale, True, ch, in_k, 1.0), 0.0)
+
+        if not REDUCE:
+            es = e * s
+            grad_h = es * of_g[0]
+            grad_g = es * of_h[0]
+            of_d = tl.where((ratio > -1.0) & (ratio < 1.0), grad_g * of_g[1], 0.0) * one_over_n
+            tl.store(grad_d + at, of_d.to(grad_d.dtype.element_ty), mask=inside)
+            of_n = grad_h * of_h[1] * t - of_d * c
+            # one map for each block of kernels
+            tl.store(grad_n + kernel_block.to(tl.int64) * rows + at_n, tl.sum(of_n, 1), mask=in_p)
+            if HAS_FACTOR:
+                sum_0 += e * of_h[0] * of_g[0]
+            if HAS_GAIN:
+                sum_1 += grad_h * of_h[1] * n
+            if HAS_RHO:
+                sum_2 += grad_h * of_h[2]
+            if HAS_BIAS:
+                sum_3 += e
+            # learned parameters: where each stands among the formula's results, −1 for none
+            if HL0 >= 0:
+                sum_h0 += grad_h * of_h[HL0]
+            if HL1 >= 0:
+                sum_h1 += grad_h * of_h[HL1]
+            if HL2 >= 0:
+                sum_h2 += grad_h * of_h[HL2]
+            if GL0 >= 0:
+                sum_g0 += grad_g * of_g[GL0]
+            if GL1 >= 0:
+                sum_g1 += grad_g * of_g[GL1]
+            if GL2 >= 0:
+                sum_g2 += grad_g * of_g[GL2]
+
+    row = sums + tl.program_id(0) * SUMS * channels + ch
+    if REDUCE or HAS_FACTOR:
+        tl.store(row, tl.sum(sum_0, 0), mask=in_k)
+    if REDUCE or HAS_GAIN:
+        tl.store(row + channels, tl.sum(sum_1, 0), mask=in_k)
+    if HAS_RHO or (REDUCE and ACTIVATION == 2):
+        tl.store(row + 2 * channels, tl.sum(sum_2, 0), mask=in_k)
     if not REDUCE:
-        es = e * s
-        grad_h = es * of_g[0]
-        grad_g = es * of_h[0]
-        of_d = tl.where((ratio > -1.0) & (ratio < 1.0), grad_g * of_g[1], 0.0) * one_over_n
-        tl.store(grad_d + at, of_d.to(grad_d.dtype.element_ty), mask=inside)
-        of_n = grad_h * of_h[1] * t - of_d * c
-        # one map for each block of kernels
-        tl.store(grad_n + tl.program_id(1).to(tl.int64) * rows + at_n, tl.sum(tl.where(inside, of_n, 0.0), 1), mask=in_p)
-        if HAS_FACTOR:
-            tl.store(row + ch, tl.sum(e * of_h[0] * of_g[0], 0), mask=in_k)
-        if HAS_GAIN:
-            tl.store(row + channels + ch, tl.sum(grad_h * of_h[1] * n, 0), mask=in_k)
-        if HAS_RHO:
-            tl.store(row + 2 * channels + ch, tl.sum(grad_h * of_h[2], 0), mask=in_k)
         if HAS_BIAS:
-            tl.store(row + 3 * channels + ch, tl.sum(e, 0), mask=in_k)
-        # learned parameters: where each stands among the formula's results (−1: none); the magnitude's come first
+            tl.store(row + 3 * channels, tl.sum(sum_3, 0), mask=in_k)
+        # the magnitude's learned parameters first
         if HL0 >= 0:
-            tl.store(row + 4 * channels + ch, tl.sum(grad_h * of_h[HL0], 0), mask=in_k)
+            tl.store(row + 4 * channels, tl.sum(sum_h0, 0), mask=in_k)
         if HL1 >= 0:
-            tl.store(row + 5 * channels + ch, tl.sum(grad_h * of_h[HL1], 0), mask=in_k)
+            tl.store(row + 5 * channels, tl.sum(sum_h1, 0), mask=in_k)
         if HL2 >= 0:
-            tl.store(row + 6 * channels + ch, tl.sum(grad_h * of_h[HL2], 0), mask=in_k)
+            tl.store(row + 6 * channels, tl.sum(sum_h2, 0), mask=in_k)
         if GL0 >= 0:
-            tl.store(row + (4 + HL) * channels + ch, tl.sum(grad_g * of_g[GL0], 0), mask=in_k)
+            tl.store(row + (4 + HL) * channels, tl.sum(sum_g0, 0), mask=in_k)
         if GL1 >= 0:
-            tl.store(row + (5 + HL) * channels + ch, tl.sum(grad_g * of_g[GL1], 0), mask=in_k)
+            tl.store(row + (5 + HL) * channels, tl.sum(sum_g1, 0), mask=in_k)
         if GL2 >= 0:
-            tl.store(row + (6 + HL) * channels + ch, tl.sum(grad_g * of_g[GL2], 0), mask=in_k)
+            tl.store(row + (6 + HL) * channels, tl.sum(sum_g2, 0), mask=in_k)

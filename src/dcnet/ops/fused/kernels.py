@@ -1,9 +1,10 @@
 """The Triton kernel of the epilogue, and what it shares with its gradient (`gradient_kernel.py`).
 
 Every map is seen as (batch, groups, kernels, positions) with strides, whatever its layout; a map in channels_last order
-has one batch of N·positions. A program handles a block of positions and the kernels of one group (a block of them where
-they are many), so that sums over kernels stay inside it. Sums over positions leave as one row per program, added up
-afterwards: no atomics, the same result in every run.
+has one batch of N·positions. A tile is a block of positions times the kernels of one group (a block of them where they
+are many), so that sums over kernels stay inside it. A program takes every so many-th tile and keeps its sums over positions
+element by element until the end; they leave as one row per program, added up afterwards. No atomics: the same result in
+every run.
 """
 
 import triton
@@ -87,6 +88,8 @@ def forward(
     K,
     P,
     blocks,
+    tiles,
+    kernel_blocks,
     d_b,
     d_g,
     d_k,
@@ -122,51 +125,52 @@ def forward(
     BK: tl.constexpr,
 ):
     """y = factor·h·g + bias; then scale·y + shift + residual and the activation; or, with STATISTICS, only sums of y − shift."""
-    pid = tl.program_id(0)
-    block = pid % blocks
-    g = (pid // blocks) % groups
-    b = (pid // blocks) // groups
     channels = groups * K
-    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    g = tl.program_id(1) // kernel_blocks
+    k = (tl.program_id(1) % kernel_blocks) * BK + tl.arange(0, BK)
     in_k = k < K
     ch = g * K + k
-    p = tl.arange(0, BP)
-    in_p = block * BP + p < P
-    inside = in_p[:, None] & in_k[None, :]
-    start = block.to(tl.int64) * BP
-    at = b.to(tl.int64) * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
-
-    n = tl.load(n_ptr + b.to(tl.int64) * n_b + g * n_g + (start + p) * n_p, mask=in_p, other=1.0)[:, None]
-    d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
     rho = vector(radius, HAS_RHO, ch, in_k, 1.0)
-    bent = n * vector(gain, HAS_GAIN, ch, in_k, 1.0)
-    h0, h1, h2 = (
-        parameter(learned, H0, HR0, channels, ch, in_k),
-        parameter(learned, H1, HR1, channels, ch, in_k),
-        parameter(learned, H2, HR2, channels, ch, in_k),
-    )
-    g0, g1, g2 = (
-        parameter(learned, G0, GR0, channels, ch, in_k),
-        parameter(learned, G1, GR1, channels, ch, in_k),
-        parameter(learned, G2, GR2, channels, ch, in_k),
-    )
-    y = magnitude(H, bent, rho, h0, h1, h2, HAS_RHO, HC)[0] * angular(G, c, g0, g1, g2, GC)[0]
-    y = y * vector(factor, HAS_FACTOR, ch, in_k, 1.0)
-    if HAS_BIAS:
-        y += vector(bias, True, ch, in_k, 0.0)
+    t = vector(gain, HAS_GAIN, ch, in_k, 1.0)
+    s = vector(factor, HAS_FACTOR, ch, in_k, 1.0)
+    h0 = parameter(learned, H0, HR0, channels, ch, in_k)
+    h1 = parameter(learned, H1, HR1, channels, ch, in_k)
+    h2 = parameter(learned, H2, HR2, channels, ch, in_k)
+    g0 = parameter(learned, G0, GR0, channels, ch, in_k)
+    g1 = parameter(learned, G1, GR1, channels, ch, in_k)
+    g2 = parameter(learned, G2, GR2, channels, ch, in_k)
+    p = tl.arange(0, BP)
     if STATISTICS:
-        row = sums + ((b * blocks + block) * 2).to(tl.int64) * channels
-        y = tl.where(inside, y - vector(shift, True, ch, in_k, 0.0), 0.0)
-        tl.store(row + ch, tl.sum(y, 0), mask=in_k)
-        tl.store(row + channels + ch, tl.sum(y * y, 0), mask=in_k)
-    else:
-        if AFFINE:
-            y = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
-        if RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION == 1:
-            y = tl.maximum(y, 0.0)
-        if ACTIVATION == 2:
-            y = tl.where(y > 0.0, y, y * vector(slope, True, ch, in_k, 0.0))
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        sum_y = tl.zeros((BP, BK), tl.float32)
+        sum_yy = tl.zeros((BP, BK), tl.float32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        block = tile % blocks
+        b = (tile // blocks).to(tl.int64)
+        in_p = block * BP + p < P
+        inside = in_p[:, None] & in_k[None, :]
+        start = block.to(tl.int64) * BP
+        at = b * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
+        n = tl.load(n_ptr + b * n_b + g * n_g + (start + p) * n_p, mask=in_p, other=1.0)[:, None]
+        d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
+        y = magnitude(H, n * t, rho, h0, h1, h2, HAS_RHO, HC)[0] * angular(G, c, g0, g1, g2, GC)[0] * s
+        if HAS_BIAS:
+            y += vector(bias, True, ch, in_k, 0.0)
+        if STATISTICS:
+            y = tl.where(inside, y - vector(shift, True, ch, in_k, 0.0), 0.0)
+            sum_y += y
+            sum_yy += y * y
+        else:
+            if AFFINE:
+                y = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
+            if RESIDUAL:
+                y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            if ACTIVATION == 1:
+                y = tl.maximum(y, 0.0)
+            if ACTIVATION == 2:
+                y = tl.where(y > 0.0, y, y * vector(slope, True, ch, in_k, 0.0))
+            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if STATISTICS:
+        row = sums + tl.program_id(0) * 2 * channels + ch
+        tl.store(row, tl.sum(sum_y, 0), mask=in_k)
+        tl.store(row + channels, tl.sum(sum_yy, 0), mask=in_k)

@@ -1,20 +1,12 @@
-"""From tensors to kernel launches: strides, block sizes, buffers for sums."""
+"""From tensors to kernel launches: memory orders and block sizes; kernels normalised, patch norms and their gradients."""
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from dcnet.formulas import Choice
-from dcnet.ops.fused import formulas, gradient_kernel, kernels, norm_kernels
-from dcnet.ops.operator import Operator, make_operator
-
-operator_named = cache(make_operator)
-
-FIXED_SUMS = 4  # rows of sums for factor, gain, radius and bias; those of learned parameters follow
+from dcnet.ops.fused import norm_kernels
 
 
 def cdiv(a: int, b: int) -> int:
@@ -72,79 +64,7 @@ def like(x: Tensor, other: Tensor) -> Tensor:
     return torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
-def formula_arguments(operator: Operator) -> tuple[Any, ...]:
-    """What the kernels need to know of the operator's formulas, in their order of arguments."""
-    h, g = operator.magnitude, operator.angular
-    count_h, fixed_h, rows_h = formulas.arguments(h, dict(operator.alpha_one) if operator.weighting == "separate" else {}, 0)
-    count_g, fixed_g, rows_g = formulas.arguments(g, {}, len(h.learned))
-    return formulas.jit(h.formula), h.formula.has_radius, count_h, *fixed_h, *rows_h, formulas.jit(g.formula), count_g, *fixed_g, *rows_g
-
-
-def slope_places(operator: Operator) -> list[int]:
-    """Where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none."""
-
-    def places(choice: Choice, first: int) -> list[int]:
-        found = [first + choice.formula.learnable.index(name) for name in choice.learned]
-        return found + [-1] * (formulas.MOST_PARAMETERS - len(found))
-
-    return places(operator.magnitude, 2 + operator.magnitude.formula.has_radius) + places(operator.angular, 2)
-
-
-def epilogue_forward(
-    dot: Tensor,
-    norms: Tensor,
-    operator: Operator,
-    vectors: Sequence[Tensor | None],
-    learned: Tensor | None,
-    affine: tuple[Tensor, Tensor] | None = None,
-    residual: Tensor | None = None,
-    slope: Tensor | None = None,
-    activation: int = 0,
-) -> Tensor:
-    """act(scale·(s·h·g + b) + shift + residual) in the order and dtype of the dot product."""
-    out = torch.empty_like(dot)
-    if dot.numel() == 0:
-        return out
-    factor, gain, radius, bias = vectors
-    view = View(dot, norms.shape[1])
-    bp, bk = view.blocks()
-    blocks = cdiv(view.positions, bp)
-    scale, shift = affine or (None, None)
-    grid = (view.batch * view.groups * blocks, cdiv(view.kernels, bk))
-    some = dot  # stands for every pointer that is not used
-    kernels.forward[grid](
-        dot, norms, out, _or(residual, some), *(_or(v, some) for v in (factor, gain, radius, bias, learned, scale, shift, slope)), some,
-        view.groups, view.kernels, view.positions, blocks, *view.strides, *view.norm_strides,
-        *formula_arguments(operator), factor is not None, gain is not None, bias is not None,
-        affine is not None, residual is not None, activation, False, bp, bk,
-    )  # fmt: skip
-    return out
-
-
-def epilogue_backward(
-    e: Tensor, dot: Tensor, norms: Tensor, operator: Operator, vectors: Sequence[Tensor | None], learned: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the dot product and of the norms, and the sums for the vectors: (4 + learned, out_channels)."""
-    grad_d, rows = torch.empty_like(dot), FIXED_SUMS + len(operator.learned)
-    factor, gain, radius, bias = vectors
-    view = View(dot, norms.shape[1])
-    bp, bk = view.blocks()
-    blocks, kernel_blocks = cdiv(view.positions, bp), cdiv(view.kernels, bk)
-    grad_n = torch.empty((kernel_blocks, *norms.shape), dtype=norms.dtype, device=norms.device)
-    sums = torch.zeros((view.batch * blocks, rows, dot.shape[1]), dtype=torch.float32, device=dot.device)
-    if dot.numel():
-        some = dot
-        gradient_kernel.backward[(view.batch * view.groups * blocks, kernel_blocks)](
-            dot, norms, like(e, dot), some, grad_d, grad_n, some, *(_or(v, some) for v in (factor, gain, radius, bias, learned)),
-            some, some, some, some, some, some, some, sums,
-            view.groups, view.kernels, view.positions, blocks, norms.numel(), *view.strides, *view.norm_strides,
-            *formula_arguments(operator), factor is not None, gain is not None, bias is not None,
-            False, False, 0, False, False, *slope_places(operator), len(operator.magnitude.learned), rows, bp, bk,
-        )  # fmt: skip
-    return grad_d, grad_n[0] if kernel_blocks == 1 else grad_n.sum(0), sums.sum(0)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def either(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
@@ -163,7 +83,7 @@ def unit_kernel_backward(weight: Tensor, norm: Tensor, e: Tensor | None, e_norm:
     size = weight[0].numel()
     e = None if e is None else like(e, weight)
     norm_kernels.normalise_backward[(weight.shape[0],)](
-        weight, norm, _or(e, weight), _or(e_norm, norm), grad, size, e is not None, e_norm is not None, min(1024, triton.next_power_of_2(size))
+        weight, norm, either(e, weight), either(e_norm, norm), grad, size, e is not None, e_norm is not None, min(1024, triton.next_power_of_2(size))
     )
     return grad
 

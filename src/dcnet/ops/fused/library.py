@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.fused import launch
+from dcnet.ops.fused.launch_epilogue import FIXED_SUMS, Epilogue
+from dcnet.ops.operator import make_operator
 
 # -- w/‖w‖ and ‖w‖ -----------------------------------------------------------------------------------------------------
 
@@ -134,8 +136,8 @@ def epilogue(
     angular: str,
     weighting: str,
 ) -> Tensor:
-    operator = launch.operator_named(magnitude, angular, weighting or None)
-    return launch.epilogue_forward(dot, norms, operator, (factor, gain, radius, bias), learned)
+    operator = make_operator(magnitude, angular, weighting or None)
+    return Epilogue(dot, norms, operator, (factor, gain, radius, bias), learned).output(None, None, None, 0)
 
 
 @epilogue.register_fake
@@ -157,13 +159,13 @@ def epilogue_backward(
     angular: str,
     weighting: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operator = launch.operator_named(magnitude, angular, weighting or None)
-    return launch.epilogue_backward(e, dot, norms, operator, (factor, gain, radius, bias), learned)
+    operator = make_operator(magnitude, angular, weighting or None)
+    return Epilogue(dot, norms, operator, (factor, gain, radius, bias), learned).gradients(e)
 
 
 @epilogue_backward.register_fake
 def _(e, dot, norms, factor, gain, radius, bias, learned, magnitude, angular, weighting):
-    rows = launch.FIXED_SUMS + (0 if learned is None else learned.shape[0])
+    rows = FIXED_SUMS + (0 if learned is None else learned.shape[0])
     return torch.empty_like(dot), torch.empty_like(norms), norms.new_empty((rows, dot.shape[1]))
 
 
@@ -176,8 +178,8 @@ def _epilogue_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _epilogue_gradient(ctx: Any, e: Tensor) -> tuple[Any, ...]:
     grad_d, grad_n, sums = epilogue_backward(e, *ctx.saved_tensors, *ctx.names)
     wanted = ctx.needs_input_grad
-    vectors = [sums[i] if wanted[2 + i] else None for i in range(launch.FIXED_SUMS)]
-    learned = sums[launch.FIXED_SUMS :] if wanted[6] else None
+    vectors = [sums[i] if wanted[2 + i] else None for i in range(FIXED_SUMS)]
+    learned = sums[FIXED_SUMS:] if wanted[6] else None
     return grad_d, grad_n, *vectors, learned, None, None, None
 
 
