@@ -15,10 +15,11 @@ ALLOWED = {
     "formulas": set(),
     "ops": {"formulas"},
     "layers": {"formulas", "ops"},
+    "models": {"formulas", "ops", "layers"},
     "figures": {"formulas"},
-    "cli": {"formulas", "ops", "layers", "figures", ""},
+    "cli": {"formulas", "ops", "layers", "models", "figures", ""},
     "__main__": {"cli"},
-    "": {"formulas", "ops", "layers"},  # dcnet/__init__.py
+    "": {"formulas", "ops", "layers", "models"},  # dcnet/__init__.py
 }
 
 

@@ -164,3 +164,37 @@ def test_reasons(catalogue, monkeypatch):
 def test_empty_batch():
     layer = dcnet.DecoupledConv2d(3, 4, 3, impl="fused").to(DEVICE)
     assert layer(torch.randn(0, 3, 5, 5, device=DEVICE)).shape == (0, 4, 3, 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("activation", "with_residual"), [(None, False), ("relu", False), ("relu", True), (None, True), ("prelu", False), ("prelu", True)]
+)
+def test_block(activation, with_residual, training):
+    """Epilogue, BatchNorm, residual and activation in shared passes against the same one after the other."""
+    from dcnet.layers import Block
+
+    for channels_last in (False, True):
+        results = []
+        for impl in ("reference", "fused"):
+            torch.manual_seed(0)
+            conv = dcnet.DecoupledConv2d(4, 6, 3, padding=1, groups=1 if channels_last else 2, angular="sigmoid:k=learned", impl=impl)
+            block = Block(conv, torch.nn.BatchNorm2d(6), activation).to(DEVICE)
+            torch.nn.init.normal_(block.norm.weight)
+            torch.nn.init.normal_(block.norm.bias)
+            if activation == "prelu":
+                block.slope.data.fill_(0.2)
+            x = torch.randn(3, 4, 5, 4, device=DEVICE)
+            residual = torch.randn(3, 6, 5, 4, device=DEVICE)
+            if channels_last:
+                x, residual = x.to(memory_format=torch.channels_last), residual.to(memory_format=torch.channels_last)
+            x.requires_grad_()
+            residual.requires_grad_()
+            block(x)  # gives the averages something to hold
+            block.train(training)
+            y = block(x, residual if with_residual else None)
+            wanted = [x, *block.parameters(), *([residual] if with_residual else [])]
+            incoming = torch.cos(torch.arange(y.numel(), device=DEVICE, dtype=torch.float32)).reshape(y.shape)
+            results.append([y, *torch.autograd.grad(y, wanted, incoming), *block.buffers()])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(b, a, rtol=2e-4, atol=2e-5)

@@ -25,6 +25,7 @@ from dcnet.layers import (
     sync_norms_,
     weight_gradients_,
 )
+from dcnet.models import create_model, list_models
 from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
 
 __version__ = "0.1.0"
@@ -43,12 +44,14 @@ __all__ = [
     "angulars",
     "at_least",
     "average_statistics_",
+    "create_model",
     "decouple_",
     "decoupled_conv1d",
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
     "learnable",
+    "list_models",
     "m",
     "magnitude",
     "magnitudes",

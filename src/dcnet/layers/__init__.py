@@ -1,5 +1,6 @@
 """Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
 
+from dcnet.layers.block import Block
 from dcnet.layers.conv import (
     DecoupledConv1d,
     DecoupledConv2d,
@@ -22,6 +23,7 @@ from dcnet.layers.optimisation import (
 from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norms_
 
 __all__ = [
+    "Block",
     "DecoupleReport",
     "Decoupled",
     "DecoupledConv1d",

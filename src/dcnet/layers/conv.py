@@ -8,7 +8,7 @@ from torch.nn.modules.conv import _LazyConvXdMixin
 from torch.nn.parameter import UninitializedParameter
 
 from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, geometry
+from dcnet.ops import EPS, Finish, geometry
 
 
 class _DecoupledConv(Decoupled):
@@ -50,10 +50,10 @@ class _DecoupledConv(Decoupled):
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_channels, self.groups
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The decoupled convolution of x, in the shape and dtype the plain layer gives."""
+    def forward(self, x: Tensor, finish: Finish | None = None) -> Tensor:
+        """The decoupled convolution of x, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
         where = geometry(self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, len(self.kernel_size))
-        return self._decouple(x, where)
+        return self._decouple(x, where, finish)
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):

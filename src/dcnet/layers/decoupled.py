@@ -9,6 +9,7 @@ from dcnet.formulas import Choice, Formula, Learnable
 from dcnet.layers.ranks import distributed, mean_over_ranks, track_norm
 from dcnet.ops import (
     EPS,
+    Finish,
     MeanNorm,
     Operator,
     batch_mean,
@@ -113,7 +114,7 @@ class Decoupled(nn.Module):
                 values[name] = bounds.value(raw.to(compute_dtype(raw)))
         return values
 
-    def _decouple(self, x: Tensor, where: Any) -> Tensor:
+    def _decouple(self, x: Tensor, where: Any, finish: Finish | None = None) -> Tensor:
         check_input(x, "input")
         mean_norm: MeanNorm = None
         if self.running_norm is not None:
@@ -132,6 +133,7 @@ class Decoupled(nn.Module):
             self.learned_parameters,
             self.eps,
             self.impl,
+            finish,
         )
 
     def _batch_mean_norm(self, norms: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, LINEAR
+from dcnet.ops import EPS, LINEAR, Finish
 
 
 class DecoupledLinear(Decoupled, nn.Linear):
@@ -37,6 +37,6 @@ class DecoupledLinear(Decoupled, nn.Linear):
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_features, 1
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The decoupled linear map of x (…, in_features): (…, out_features)."""
-        return self._decouple(x, LINEAR)
+    def forward(self, x: Tensor, finish: Finish | None = None) -> Tensor:
+        """The decoupled linear map of x (…, in_features): (…, out_features); `finish` is for `Block`."""
+        return self._decouple(x, LINEAR, finish)

@@ -1,6 +1,7 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
 from dcnet.ops.dispatch import check_impl
+from dcnet.ops.finish import ACTIVATIONS, Finish
 from dcnet.ops.functional import (
     LINEAR,
     check_literal_radius,
@@ -16,8 +17,10 @@ from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_n
 from dcnet.ops.operator import Operator, make_operator
 
 __all__ = [
+    "ACTIVATIONS",
     "EPS",
     "LINEAR",
+    "Finish",
     "MeanNorm",
     "Operator",
     "batch_mean",

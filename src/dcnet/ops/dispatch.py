@@ -26,10 +26,9 @@ def decouple_by(impl: str, inputs: Inputs) -> Tensor:
     check_impl(impl)
     if impl == "auto":
         impl = "fused" if inputs.x.is_cuda and not reasons_against_fused(inputs) else "eager"
-    if impl == "reference":
-        return reference.decouple(inputs)
-    if impl == "eager":
-        return eager.decouple(inputs)
+    if impl != "fused":
+        y = reference.decouple(inputs) if impl == "reference" else eager.decouple(inputs)
+        return y if inputs.finish is None else inputs.finish.apply(y)
     reasons = reasons_against_fused(inputs)
     if reasons:
         raise ValueError(f"impl='fused' cannot run here: {'; '.join(reasons)}")

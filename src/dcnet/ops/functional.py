@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dcnet.formulas import LEARNED, Choice, Formula, nearest
 from dcnet.ops.dispatch import decouple_by
+from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry, Sizes, geometry
 from dcnet.ops.inputs import Inputs, MeanNorm, batch_mean
 from dcnet.ops.norms import EPS, check_eps, check_input
@@ -192,8 +193,9 @@ def decouple(
     learned: Mapping[str, Tensor],
     eps: float,
     impl: str,
+    finish: Finish | None = None,
 ) -> Tensor:
-    """The decoupled convolution (or, over no dimensions, linear map) by the implementation asked for."""
+    """The decoupled convolution (or, over no dimensions, linear map), finished, by the implementation asked for."""
     if where.dims == 0 and x.dim() == 0:
         raise ValueError("input must be (…, in_features), got a single number")
     if where.dims == 0:
@@ -209,7 +211,7 @@ def decouple(
     if weight.shape[0] % where.groups:
         raise ValueError(f"groups={where.groups} does not divide the {weight.shape[0]} kernels of the weight")
     where.check_fits(flat.shape[2:])
-    out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps))
+    out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps, finish))
     if where.dims == 0:
         return out.reshape(*lead, out.shape[1]) if x.dim() != 2 else out
     return out if flat is x else out.squeeze(0)

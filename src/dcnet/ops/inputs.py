@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry
 from dcnet.ops.operator import Operator
 
@@ -31,6 +32,7 @@ class Inputs:
     mean_norm: MeanNorm
     learned: Mapping[str, Tensor]
     eps: float
+    finish: Finish | None = None
 
     def radii(self, norms: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}; both (out_channels,), or None without a radius."""

@@ -14,7 +14,6 @@ from dcnet.ops.fused.launch import View, cdiv, either, like
 from dcnet.ops.operator import Operator
 
 FIXED_SUMS = 4  # rows of sums for factor, gain, radius and bias; those of learned parameters follow
-ACTIVATIONS = (None, "relu", "prelu")  # the kernels know them by their place here
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,90 @@
+"""What the networks are made of: one place that decides between decoupled and plain layers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.layers import Block, DecoupledConv2d, DecoupledLinear
+
+BATCH_NORM_EPS = 1e-3  # as in the authors' code
+
+
+class Normalize(nn.Module):
+    """(x − mean)/std for images in [0, 1], so that attacks and their ε live in pixel units."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Any = 127.5 / 255, std: Any = 128 / 255) -> None:
+        super().__init__()
+        for name, value in (("mean", mean), ("std", std)):
+            tensor = torch.as_tensor(value, dtype=torch.float32).reshape(-1, 1, 1)
+            if name == "std" and not bool((tensor > 0).all()):
+                raise ValueError(f"std must be positive, got {value!r}")
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Makes the layers of one network; `magnitude=None` makes the plain twin of the same structure."""
+
+    magnitude: str | None = "tanh"
+    angular: str = "cosine"
+    norm: str | None = "batch"
+    activation: str | None = "relu"
+    options: dict[str, Any] = field(default_factory=dict)  # of the decoupled layers: weighting, radius, …
+
+    def __post_init__(self) -> None:
+        if self.norm not in ("batch", None):
+            raise ValueError(f"unknown norm {self.norm!r}; possible: 'batch', None")
+        if self.magnitude is None and self.options:
+            raise ValueError(f"{', '.join(self.options)}: options of decoupled layers, but magnitude=None builds a plain network")
+
+    def conv(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
+        geometry: dict[str, Any] = {"stride": stride, "padding": kernel // 2, "bias": False}
+        if self.magnitude is None:
+            layer = nn.Conv2d(inputs, outputs, kernel, **geometry)
+        else:
+            layer = DecoupledConv2d(inputs, outputs, kernel, **geometry, magnitude=self.magnitude, angular=self.angular, **self.options)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        return layer
+
+    def linear(self, inputs: int, outputs: int) -> nn.Linear:
+        """A fully connected layer before the classifier, decoupled like the convolutions."""
+        if self.magnitude is None:
+            layer = nn.Linear(inputs, outputs, bias=False)
+        else:
+            layer = DecoupledLinear(inputs, outputs, magnitude=self.magnitude, angular=self.angular, **self.options)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        return layer
+
+    def batch_norm(self, channels: int, dims: int = 2) -> nn.Module | None:
+        if self.norm is None:
+            return None
+        return (nn.BatchNorm2d if dims == 2 else nn.BatchNorm1d)(channels, eps=BATCH_NORM_EPS)
+
+    def block(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activation: bool = True) -> Block:
+        """Convolution, norm, activation."""
+        return Block(self.conv(inputs, outputs, kernel, stride), self.batch_norm(outputs), self.activation if activation else None)
+
+    def shortcut(self, inputs: int, outputs: int, stride: int) -> nn.Module:
+        """An ordinary 1×1 convolution and norm where the shape changes."""
+        conv = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+        nn.init.kaiming_normal_(conv.weight, nonlinearity="linear")
+        return Block(conv, self.batch_norm(outputs), None)
+
+    def head(self, features: int, classes: int, kind: str = "linear") -> nn.Linear:
+        """The classifier: ordinary, or weight-normalised (`"normalized"`)."""
+        if kind == "normalized":
+            return DecoupledLinear(features, classes, magnitude="linear", angular="cosine")
+        if kind != "linear":
+            raise ValueError(f"unknown head {kind!r}; possible: 'linear', 'normalized'")
+        layer = nn.Linear(features, classes)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")
+        nn.init.zeros_(layer.bias)
+        return layer
