@@ -117,13 +117,13 @@ def test_registered_properly(name):
     groups = arguments.get("groups", 1)
     dims = case.dims
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(library.unit_kernel, (tensors["weight"], 1e-4, torch.float32), test_utils=checks)
+    torch.library.opcheck(library.unit_kernel.op, (tensors["weight"], 1e-4, torch.float32), test_utils=checks)
     x = launch.dense(tensors["x"].detach()).requires_grad_()
     geometry = ([1] * dims, [1] * dims, [1] * dims, groups)
-    torch.library.opcheck(library.dot_and_norm, (x, tensors["weight"], *geometry, 1e-4), test_utils=checks)
+    torch.library.opcheck(library.dot_and_norm.op, (x, tensors["weight"], *geometry, 1e-4), test_utils=checks)
     dot, norms = (t.detach().requires_grad_() for t in library.dot_and_norm(x, tensors["weight"], *geometry, 1e-4))
     vectors = (None, None, tensors["radius"], None, tensors["k"].detach()[None].requires_grad_())
-    torch.library.opcheck(library.epilogue, (dot, norms, *vectors, "tanh", "sigmoid:k=learned", ""), test_utils=checks)
+    torch.library.opcheck(library.epilogue.op, (dot, norms, *vectors, "tanh", "sigmoid:k=learned", ""), test_utils=checks)
 
 
 def test_second_derivatives_raise():

@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "tanh: sign of the slope in n",
         "formulas/magnitudes.py",
-        "d = alpha * (1.0 - t * t) / rho",
-        "d = -alpha * (1.0 - t * t) / rho",
+        "d = alpha * (1.0 - t * t) * r",
+        "d = -alpha * (1.0 - t * t) * r",
         "test_operators.py",
     ),
     Mutant(

@@ -13,17 +13,19 @@ def sphere(n, alpha: positive = 1.0):
 @magnitude(bounded=True)
 def ball(n, rho, alpha: positive = 1.0):
     """α·min(‖x‖, ρ)/ρ"""
-    q = n / rho
-    d = alpha * m.step(1.0 - q) / rho
+    r = 1.0 / rho  # once per kernel, not once per element
+    q = n * r
+    d = alpha * m.step(1.0 - q) * r
     return alpha * m.minimum(q, 1.0), d, -d * q
 
 
 @magnitude(bounded=True)
 def tanh(n, rho, alpha: positive = 1.0):
     """α·tanh(‖x‖/ρ)"""
-    q = n / rho
+    r = 1.0 / rho  # once per kernel, not once per element
+    q = n * r
     t = m.tanh(q)
-    d = alpha * (1.0 - t * t) / rho
+    d = alpha * (1.0 - t * t) * r
     return alpha * t, d, -d * q
 
 

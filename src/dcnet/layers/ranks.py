@@ -12,12 +12,8 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("dcnet::track_norm", mutates_args=("running_norm", "num_batches_tracked"))
-def track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
-    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation.
-
-    An operator, so that a compiled graph asks whether it is one whenever it runs, not once when it is compiled.
-    """
+def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
+    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation."""
     if recomputing():
         return
     num_batches_tracked.add_(1)
@@ -25,6 +21,16 @@ def track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, 
     if momentum is not None:
         share = torch.where(num_batches_tracked == 1, share, momentum)
     running_norm.lerp_(mean.to(running_norm.dtype), share.to(running_norm.dtype))
+
+
+# An operator, so that a compiled graph asks whether it is a recomputation whenever it runs, not once when it is compiled.
+_track_norm_op = torch.library.custom_op("dcnet::track_norm", _track_norm, mutates_args=("running_norm", "num_batches_tracked"))
+
+
+@torch.no_grad()
+def track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
+    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation."""
+    (_track_norm_op if torch.compiler.is_compiling() else _track_norm)(mean, running_norm, num_batches_tracked, momentum)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -40,14 +40,15 @@ def decouple_by(impl: str, inputs: Inputs) -> Tensor:
 def reasons_against_fused(inputs: Inputs) -> list[str]:
     """Every reason why the fused kernels cannot compute this; none if they can."""
     reasons = []
-    if not _triton_present():
+    if not torch.compiler.is_compiling() and not _triton_present():
         reasons.append("Triton is not installed")
     if not inputs.x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"the input is on {inputs.x.device}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)")
     if inputs.x.dtype == torch.float64:
         reasons.append("the input is float64, and the kernels compute in float32")
-    for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
-        reasons += _reasons_against_formula(formula)
+    if not torch.compiler.is_compiling():  # looking for source code is nothing to trace; the kernels would say so themselves
+        for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
+            reasons += _reasons_against_formula(formula)
     if torch._C._are_functorch_transforms_active():
         reasons.append("a function transform (vmap, jvp, …) is active, and the kernels have no rules for it")
     return reasons

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,11 @@ class Operator:
     magnitude: Choice
     angular: Choice
     weighting: str | None = None
+
+    @cached_property
+    def names(self) -> tuple[str, str, str]:
+        """Magnitude, angular function and weighting ("" for None) as `make_operator` takes them."""
+        return str(self.magnitude), str(self.angular), self.weighting or ""
 
     @property
     def is_inner_product(self) -> bool:
@@ -81,6 +87,7 @@ def make_operator(magnitude: "str | Formula | Choice", angular: "str | Formula |
         )
     if weighting == "separate" and "alpha" in operator.magnitude.learned:
         raise ValueError(f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha with it")
+    operator.names  # noqa: B018  computed now, where nothing is being traced
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.fused.launch import like
-from dcnet.ops.fused.launch_epilogue import FIXED_SUMS, Epilogue, normalisation
-from dcnet.ops.operator import make_operator
+from dcnet.ops.fused.launch_epilogue import FIXED_SUMS, Epilogue, normalisation, operator_named
+from dcnet.ops.fused.register import register, register_differentiable
 
 
-@torch.library.custom_op("dcnet::block", mutates_args=())
-def block(
+def _block(
     dot: Tensor,
     norms: Tensor,
     factor: Tensor | None,
@@ -36,7 +35,7 @@ def block(
     angular: str,
     weighting: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    epilogue = Epilogue(dot, norms, make_operator(magnitude, angular, weighting or None), (factor, gain, radius, bias), learned)
+    epilogue = Epilogue(dot, norms, operator_named(magnitude, angular, weighting), (factor, gain, radius, bias), learned)
     if training or running_mean is None or running_var is None:
         around = dot.new_zeros(dot.shape[1], dtype=torch.float32) if running_mean is None else running_mean.float()
         mean, variance = epilogue.statistics(around)
@@ -46,14 +45,12 @@ def block(
     return epilogue.output((norm.scale, norm.shift), residual, slope, activation), mean, variance
 
 
-@block.register_fake
-def _(dot, norms, *_):
+def _block_fake(dot, norms, *_):
     vector = dot.new_empty(dot.shape[1], dtype=torch.float32)
     return torch.empty_like(dot), vector, torch.empty_like(vector)
 
 
-@torch.library.custom_op("dcnet::block_backward", mutates_args=())
-def block_backward(
+def _block_backward(
     e: Tensor,
     out: Tensor | None,
     mean: Tensor,
@@ -77,7 +74,7 @@ def block_backward(
     weighting: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of dot and norms; sums for the vectors; (3, channels) for β, γ and slope; the residual's gradient (empty if it is e)."""
-    epilogue = Epilogue(dot, norms, make_operator(magnitude, angular, weighting or None), (factor, gain, radius, bias), learned)
+    epilogue = Epilogue(dot, norms, operator_named(magnitude, angular, weighting), (factor, gain, radius, bias), learned)
     norm = normalisation(mean, variance, gamma, beta, eps)
     e = like(e, dot)
     behind_activation = residual and activation != 0
@@ -87,8 +84,9 @@ def block_backward(
     return grad_d, grad_n, sums, of_norm, behind if behind_activation else dot.new_empty(0)
 
 
-@block_backward.register_fake
-def _(e, out, mean, variance, dot, norms, factor, gain, radius, bias, learned, gamma, beta, slope, residual, training, eps, activation, *_):
+def _block_backward_fake(
+    e, out, mean, variance, dot, norms, factor, gain, radius, bias, learned, gamma, beta, slope, residual, training, eps, activation, *_
+):
     rows = FIXED_SUMS + (0 if learned is None else learned.shape[0])
     behind = torch.empty_like(dot) if residual and activation != 0 else dot.new_empty(0)
     vectors = norms.new_empty((rows, dot.shape[1])), norms.new_empty((3, dot.shape[1]))
@@ -104,8 +102,8 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Te
     ctx.save_for_backward(out if needs_out else None, mean, variance, *tensors, slope)
 
 
-def _gradient(ctx: Any, e: Tensor, *_: Any) -> tuple[Any, ...]:
-    grad_d, grad_n, sums, of_norm, behind = block_backward(e, *ctx.saved_tensors, *ctx.options)
+def _gradient(ctx: Any, backward: Any, e: Tensor, *_: Any) -> tuple[Any, ...]:
+    grad_d, grad_n, sums, of_norm, behind = backward(e, *ctx.saved_tensors, *ctx.options)
     residual, _, _, activation, *_ = ctx.options
     wanted = ctx.needs_input_grad
     vectors = [sums[i] if wanted[2 + i] else None for i in range(FIXED_SUMS)]
@@ -116,4 +114,12 @@ def _gradient(ctx: Any, e: Tensor, *_: Any) -> tuple[Any, ...]:
     return grad_d, grad_n, *vectors, learned, gamma, beta, None, None, of_residual, slope, *[None] * 6
 
 
-block.register_autograd(_gradient, setup_context=_context)
+block = register_differentiable(
+    "block",
+    _block,
+    _block_fake,
+    _context,
+    _gradient,
+    register("block_backward", _block_backward, _block_backward_fake),
+    _block_backward,
+)

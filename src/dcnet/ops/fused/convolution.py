@@ -49,9 +49,7 @@ def _epilogue_arguments(inputs: Inputs) -> tuple[Any, ...]:
         radius,
         None if inputs.bias is None else inputs.bias.float(),
         torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None,
-        str(operator.magnitude),
-        str(operator.angular),
-        operator.weighting or "",
+        *operator.names,
     )
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dcnet.ops.fused.kernels import angular, magnitude, parameter, vector
+from dcnet.ops.fused.kernels import angular, magnitude, parameter, vector, within
 
 
 @triton.jit
@@ -77,6 +77,7 @@ def backward(
     SUMS: tl.constexpr,
     BP: tl.constexpr,
     BK: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient)."""
     channels = groups * K
@@ -98,18 +99,19 @@ def backward(
     nothing = tl.zeros((BP, BK), tl.float32)
     sum_0, sum_1, sum_2, sum_3 = nothing, nothing, nothing, nothing
     sum_h0, sum_h1, sum_h2, sum_g0, sum_g1, sum_g2 = nothing, nothing, nothing, nothing, nothing, nothing
+    offsets = p[:, None] * d_p + k[None, :] * d_k
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P
-        inside = in_p[:, None] & in_k[None, :]
+        inside = within(in_p, in_k, EVEN)
         start = block.to(tl.int64) * BP
-        at = b * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
+        first = b * d_b + g.to(tl.int64) * d_g + start * d_p  # one 64-bit number a tile
         at_n = b * n_b + g * n_g + (start + p) * n_p
 
         n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
-        d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        e = tl.load(e_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
+        e = tl.load(e_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
         ratio = d * one_over_n
         c = tl.minimum(tl.maximum(ratio, -1.0), 1.0)
@@ -122,7 +124,7 @@ def backward(
                 y += vector(bias, True, ch, in_k, 0.0)
             if ACTIVATION != 0:
                 if RESIDUAL:
-                    on = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32) > 0.0
+                    on = tl.load(out_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32) > 0.0
                 else:
                     z = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
                     on = z > 0.0
@@ -135,7 +137,7 @@ def backward(
             centred = (y - vector(mean, True, ch, in_k, 0.0)) * vector(rstd, True, ch, in_k, 0.0)
             if REDUCE:
                 if RESIDUAL:
-                    tl.store(grad_residual + at, e.to(grad_residual.dtype.element_ty), mask=inside)
+                    tl.store(grad_residual + first + offsets, e.to(grad_residual.dtype.element_ty), mask=inside)
                 sum_0 += e
                 sum_1 += e * centred
             else:
@@ -148,7 +150,7 @@ def backward(
             grad_h = es * of_g[0]
             grad_g = es * of_h[0]
             of_d = tl.where((ratio > -1.0) & (ratio < 1.0), grad_g * of_g[1], 0.0) * one_over_n
-            tl.store(grad_d + at, of_d.to(grad_d.dtype.element_ty), mask=inside)
+            tl.store(grad_d + first + offsets, of_d.to(grad_d.dtype.element_ty), mask=inside)
             of_n = grad_h * of_h[1] * t - of_d * c
             # one map for each block of kernels
             tl.store(grad_n + kernel_block.to(tl.int64) * rows + at_n, tl.sum(of_n, 1), mask=in_p)

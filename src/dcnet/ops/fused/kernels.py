@@ -60,6 +60,15 @@ def angular(G: tl.constexpr, c, p0, p1, p2, COUNT: tl.constexpr):
 
 
 @triton.jit
+def within(in_p, in_k, EVEN: tl.constexpr):
+    """Which elements of a tile lie in the map; with EVEN all of them do, and the compiler drops every mask."""
+    inside = in_p[:, None] & in_k[None, :]
+    if EVEN:
+        inside = inside | True
+    return inside
+
+
+@triton.jit
 def vector(pointer, HAS: tl.constexpr, k, inside, DEFAULT: tl.constexpr):
     """A per-kernel vector as (1, kernels); the default where there is none."""
     if HAS:
@@ -123,6 +132,7 @@ def forward(
     STATISTICS: tl.constexpr,
     BP: tl.constexpr,
     BK: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """y = factor·h·g + bias; then scale·y + shift + residual and the activation; or, with STATISTICS, only sums of y − shift."""
     channels = groups * K
@@ -143,15 +153,16 @@ def forward(
     if STATISTICS:
         sum_y = tl.zeros((BP, BK), tl.float32)
         sum_yy = tl.zeros((BP, BK), tl.float32)
+    offsets = p[:, None] * d_p + k[None, :] * d_k
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P
-        inside = in_p[:, None] & in_k[None, :]
+        inside = within(in_p, in_k, EVEN)
         start = block.to(tl.int64) * BP
-        at = b * d_b + g.to(tl.int64) * d_g + start * d_p + p[:, None] * d_p + k[None, :] * d_k
+        first = b * d_b + g.to(tl.int64) * d_g + start * d_p  # one 64-bit number a tile
         n = tl.load(n_ptr + b * n_b + g * n_g + (start + p) * n_p, mask=in_p, other=1.0)[:, None]
-        d = tl.load(d_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
         y = magnitude(H, n * t, rho, h0, h1, h2, HAS_RHO, HC)[0] * angular(G, c, g0, g1, g2, GC)[0] * s
         if HAS_BIAS:
@@ -164,12 +175,12 @@ def forward(
             if AFFINE:
                 y = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
             if RESIDUAL:
-                y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                y += tl.load(residual_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
             if ACTIVATION == 1:
                 y = tl.maximum(y, 0.0)
             if ACTIVATION == 2:
                 y = tl.where(y > 0.0, y, y * vector(slope, True, ch, in_k, 0.0))
-            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(y_ptr + first + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
     if STATISTICS:
         row = sums + tl.program_id(0) * 2 * channels + ch
         tl.store(row, tl.sum(sum_y, 0), mask=in_k)

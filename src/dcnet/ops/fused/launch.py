@@ -1,5 +1,6 @@
 """From tensors to kernel launches: memory orders and block sizes; kernels normalised, patch norms and their gradients."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,7 @@ import triton
 from torch import Tensor
 
 from dcnet.ops.fused import norm_kernels
+from dcnet.ops.fused.fast import launch
 
 
 def cdiv(a: int, b: int) -> int:
@@ -18,7 +20,7 @@ class View:
 
     def __init__(self, x: Tensor, groups: int) -> None:
         batch, channels = x.shape[:2]
-        positions = x[0, 0].numel() if batch and channels else 0
+        positions = math.prod(x.shape[2:])
         self.groups, self.kernels = groups, channels // groups
         by_channel = x.dim() == 2 or (channels > 1 and x.stride(1) == 1 and positions > 1)
         self.channel, self.position = (1, channels) if by_channel else (positions, 1)
@@ -30,9 +32,13 @@ class View:
         else:
             self.batch, self.positions, self.stride = batch, positions, channels * positions
 
-    def blocks(self, most_kernels: int = 512) -> tuple[int, int]:
+    def blocks(self) -> tuple[int, int]:
         """Sizes of a tile, positions × kernels."""
-        bk = min(triton.next_power_of_2(self.kernels), most_kernels if self.rows_first else 32)
+        if self.rows_first:  # the widest block that wastes little of itself: 96 kernels are 3 × 32, not 1 × 128
+            wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (128, 64, 32, 16, 8, 4, 2, 1)}
+            bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
+        else:
+            bk = min(triton.next_power_of_2(self.kernels), 32)
         bp = max(1, min(4096 // bk, triton.next_power_of_2(self.positions)))
         return bp, bk
 
@@ -73,7 +79,7 @@ def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor,
     unit = torch.empty_like(weight, dtype=dtype)
     norm = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     size = weight[0].numel()
-    norm_kernels.normalise[(weight.shape[0],)](weight, unit, norm, size, eps, min(1024, triton.next_power_of_2(size)))
+    launch(norm_kernels.normalise, (weight.shape[0],), (weight, unit, norm), (size, eps, min(1024, triton.next_power_of_2(size))))
     return unit, norm
 
 
@@ -82,9 +88,9 @@ def unit_kernel_backward(weight: Tensor, norm: Tensor, e: Tensor | None, e_norm:
     grad = torch.empty_like(weight)
     size = weight[0].numel()
     e = None if e is None else like(e, weight)
-    norm_kernels.normalise_backward[(weight.shape[0],)](
-        weight, norm, either(e, weight), either(e_norm, norm), grad, size, e is not None, e_norm is not None, min(1024, triton.next_power_of_2(size))
-    )
+    there = (e is not None, e_norm is not None)
+    pointers = (weight, norm, either(e, weight), either(e_norm, norm), grad)
+    launch(norm_kernels.normalise_backward, (weight.shape[0],), pointers, (size, *there, min(1024, triton.next_power_of_2(size))))
     return grad
 
 
@@ -110,22 +116,10 @@ def patch_norms(
     view = View(x, groups)
     bp, bc = _channel_tiles(view)
     blocks = cdiv(view.positions, bp)
-    norm_kernels.squares[(view.batch * groups * blocks,)](
-        x, q, groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position, bp, bc
-    )
-    norm_kernels.box[(cdiv(n.numel(), 256),)](
-        q,
-        n,
-        n.numel(),
-        *_three(sizes, 1),
-        *_three(out, 1),
-        *_three(stride, 1),
-        *_three(padding, 0),
-        *_three(dilation, 1),
-        *_three(kernel, 1),
-        eps,
-        256,
-    )
+    sizes_of_x = (groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position)
+    launch(norm_kernels.squares, (view.batch * groups * blocks,), (x, q), (*sizes_of_x, bp, bc))
+    geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
+    launch(norm_kernels.box, (cdiv(n.numel(), 256),), (q, n), (n.numel(), *_three(sizes, 1), *_three(out, 1), *geometry, eps, 256))
     return n
 
 
@@ -145,16 +139,15 @@ def patch_norms_backward(
     total = grad if grad is not None else torch.empty_like(x)
     if x.numel() == 0:
         return total
-    norm_kernels.box_backward[(cdiv(t.numel(), 256),)](
-        e.contiguous(), n, t, t.numel(),
-        *_three(x.shape[2:], 1), *_three(n.shape[2:], 1), *_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1), 256,
-    )  # fmt: skip
+    geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
+    sizes = (t.numel(), *_three(x.shape[2:], 1), *_three(n.shape[2:], 1))
+    launch(norm_kernels.box_backward, (cdiv(t.numel(), 256),), (e.contiguous(), n, t), (*sizes, *geometry, 256))
     total = like(total, x)
     view = View(x, groups)
     bp, bc = _channel_tiles(view)
     blocks = cdiv(view.positions, bp)
     strides = (view.stride, view.channel, view.position)
-    norm_kernels.add_product[(view.batch * groups * blocks, cdiv(view.kernels, bc))](
-        total, x, t, groups, view.kernels, view.positions, blocks, *strides, *strides, grad is not None, bp, bc
-    )
+    grid = (view.batch * groups * blocks, cdiv(view.kernels, bc))
+    others = (groups, view.kernels, view.positions, blocks, *strides, *strides, grad is not None, bp, bc)
+    launch(norm_kernels.add_product, grid, (total, x, t), others)
     return total
