@@ -26,7 +26,7 @@ from dcnet.ops.programs import Program
 
 # On a CPU the output is worked through in pieces of this many elements a thread: small enough for intermediate results
 # to stay in the cache and for a low peak memory, large enough that Python's share of the time is small.
-# Measured on two cores (benchmarks/layer_cpu.py): 32768 and 262144 are both slower.
+# Measured on two cores (benchmarks/NOTES.md): 32768 and 262144 are both slower.
 _PIECE = 131072
 
 
