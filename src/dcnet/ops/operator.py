@@ -1,10 +1,10 @@
 """Which decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dcnet.formulas import Choice, Formula, choose, nearest
@@ -22,11 +22,12 @@ class Operator:
     magnitude: Choice
     angular: Choice
     weighting: str | None = None
+    spelling: tuple[str, str, str] | None = field(default=None, compare=False)  # `names`, spelled out beforehand
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, str, str]:
         """Magnitude, angular function and weighting ("" for None) as `make_operator` takes them."""
-        return str(self.magnitude), str(self.angular), self.weighting or ""
+        return self.spelling or (str(self.magnitude), str(self.angular), self.weighting or "")
 
     @property
     def is_inner_product(self) -> bool:
@@ -87,8 +88,8 @@ def make_operator(magnitude: "str | Formula | Choice", angular: "str | Formula |
         )
     if weighting == "separate" and "alpha" in operator.magnitude.learned:
         raise ValueError(f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha with it")
-    operator.names  # noqa: B018  computed now, where nothing is being traced
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")
-    return operator
+    # spelled out now, unless this is being traced: torch.compile has no use for the names here, and may not follow their making
+    return operator if torch.compiler.is_compiling() else replace(operator, spelling=operator.names)
