@@ -109,22 +109,29 @@ def test_a_users_formula_is_fused(catalogue):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_registered_properly(name):
-    """PyTorch's own check of schema, fake implementation, gradients and compilation."""
-    from dcnet.ops.fused import launch, library
+    """PyTorch's own check of schema, fake implementation and gradients."""
+    from dcnet.ops.fused import launch
+    from dcnet.ops.fused.dot_and_norm import dot_and_norm
+    from dcnet.ops.fused.epilogue import epilogue
 
     case = SMALL[name]
     tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
-    arguments = case.arguments
-    groups = arguments.get("groups", 1)
     dims = case.dims
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(library.unit_kernel.op, (tensors["weight"], 1e-4, torch.float32), test_utils=checks)
     x = launch.dense(tensors["x"].detach()).requires_grad_()
-    geometry = ([1] * dims, [1] * dims, [1] * dims, groups)
-    torch.library.opcheck(library.dot_and_norm.op, (x, tensors["weight"], *geometry, 1e-4), test_utils=checks)
-    dot, norms = (t.detach().requires_grad_() for t in library.dot_and_norm(x, tensors["weight"], *geometry, 1e-4))
-    vectors = (None, None, tensors["radius"], None, tensors["k"].detach()[None].requires_grad_())
-    torch.library.opcheck(library.epilogue.op, (dot, norms, *vectors, "tanh", "sigmoid:k=learned", ""), test_utils=checks)
+    geometry = ([1] * dims, [1] * dims, [1] * dims, case.arguments.get("groups", 1))
+    for wants_mean in (True, False):
+        torch.library.opcheck(dot_and_norm.op, (x, tensors["weight"], *geometry, 1e-4, wants_mean), test_utils=checks)
+    dot, norms, w_norm, mean, _ = (t.detach().requires_grad_() for t in dot_and_norm(x, tensors["weight"], *geometry, 1e-4, True))
+    k = tensors["k"].detach()[None].requires_grad_()
+    gamma, beta, running_mean, running_var, slope = (torch.rand(dot.shape[1], device=DEVICE) for _ in range(5))
+    vectors = (w_norm, None, tensors["radius"], None, mean, k)
+    plain = (*[None] * 6, 1, 0, 0.0, 0)
+    residual = torch.rand_like(dot).requires_grad_()
+    block = (gamma.requires_grad_(), beta.requires_grad_(), running_mean, running_var, residual, None, 2, 2, 1e-3, 1)
+    evaluation = (None, None, running_mean, running_var, None, slope.requires_grad_(), 2, 1, 1e-3, 2)
+    for finish in (plain, block, evaluation):
+        torch.library.opcheck(epilogue.op, (dot, norms, *vectors, *finish, "tanh", "sigmoid:k=learned", "linear"), test_utils=checks)
 
 
 def test_second_derivatives_raise():

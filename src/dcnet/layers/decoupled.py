@@ -6,23 +6,23 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.formulas import Choice, Formula, Learnable
-from dcnet.layers.ranks import distributed, mean_over_ranks, track_norm
 from dcnet.ops import (
     EPS,
+    BatchMean,
     Finish,
+    LearnedRadius,
     MeanNorm,
     Operator,
-    batch_mean,
     check_eps,
     check_impl,
     check_input,
     check_literal_radius,
     compute_dtype,
     decouple,
+    distributed,
     make_operator,
 )
 
-RADIUS_FLOOR = 1e-4  # the learned radius is raw² + this
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
 
 Spec = str | Formula | Choice
@@ -97,7 +97,7 @@ class Decoupled(nn.Module):
     def effective_radius(self) -> Tensor | None:
         """ρ of each kernel before E{‖x‖}, or the literal radius: (out_channels,); None where there is none."""
         if self.raw_radius is not None:
-            return self.raw_radius.to(compute_dtype(self.raw_radius)).square() + RADIUS_FLOOR
+            return LearnedRadius(self.raw_radius).rho
         if not self.operator.magnitude.formula.has_radius:
             return None
         return torch.full((self._kernels_and_groups()[0],), float(self.radius), device=self.weight.device, dtype=compute_dtype(self.weight))
@@ -120,29 +120,23 @@ class Decoupled(nn.Module):
         if self.running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
             has_mean = x.numel() > 0 or (self.sync and distributed())
-            # a copy: a later training step moves the average in place, and backward may come after it
-            mean_norm = self._batch_mean_norm if self.training and has_mean else self.running_norm.clone()
+            if self.training and has_mean:
+                mean_norm = BatchMean(self.running_norm, self.num_batches_tracked, self.momentum, self.sync)
+            else:  # a copy: a later training step moves the average in place, and backward may come after it
+                mean_norm = self.running_norm.clone() if torch.is_grad_enabled() else self.running_norm
         return decouple(
             x,
             self.weight,
             self.bias,
             where,
             self.operator,
-            self.effective_radius,
+            self.effective_radius if self.raw_radius is None else LearnedRadius(self.raw_radius),
             mean_norm,
             self.learned_parameters,
             self.eps,
             self.impl,
             finish,
         )
-
-    def _batch_mean_norm(self, norms: Tensor) -> Tensor:
-        """E{‖x‖} of this batch, over all ranks with `sync`; also moves the running average."""
-        mean = mean_over_ranks(norms) if self.sync else batch_mean(norms)
-        assert self.running_norm is not None
-        assert self.num_batches_tracked is not None
-        track_norm(mean.detach(), self.running_norm, self.num_batches_tracked, self.momentum)
-        return mean
 
     # -- state -----------------------------------------------------------------------------------------------------
 

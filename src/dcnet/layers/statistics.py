@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
-from dcnet.layers.ranks import distributed
+from dcnet.ops import distributed
 
 
 def sync_norms_(model: nn.Module) -> nn.Module:

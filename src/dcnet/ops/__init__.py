@@ -12,7 +12,8 @@ from dcnet.ops.functional import (
     decoupled_linear,
 )
 from dcnet.ops.geometry import geometry
-from dcnet.ops.inputs import MeanNorm, batch_mean
+from dcnet.ops.inputs import LearnedRadius, MeanNorm
+from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm
 from dcnet.ops.operator import Operator, make_operator
 
@@ -20,10 +21,11 @@ __all__ = [
     "ACTIVATIONS",
     "EPS",
     "LINEAR",
+    "BatchMean",
     "Finish",
+    "LearnedRadius",
     "MeanNorm",
     "Operator",
-    "batch_mean",
     "check_eps",
     "check_impl",
     "check_input",
@@ -34,6 +36,7 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "distributed",
     "geometry",
     "kernel_norm",
     "make_operator",

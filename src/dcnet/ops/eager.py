@@ -12,7 +12,7 @@ def decouple(inputs: Inputs) -> Tensor:
     """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel: (N, out_channels, *positions)."""
     operator, where, weight = inputs.operator, inputs.geometry, inputs.weight
     if operator.is_inner_product:
-        return convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, where)
+        return convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, where)
     norms = norm_map(inputs.x, where, inputs.eps)
     w_norm = kernel_norm(weight, inputs.eps)
     dot = convolve(inputs.x, unit_kernel(weight, w_norm), None, where)
@@ -35,7 +35,7 @@ def unit_kernel(weight: Tensor, w_norm: Tensor) -> Tensor:
     return (weight.to(w_norm.dtype) * inverse(w_norm).reshape(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
 
 
-def _inner_product_kernel(inputs: Inputs) -> Tensor:
+def inner_product_kernel(inputs: Inputs) -> Tensor:
     """The kernel whose plain convolution is LinearConv with cosine; every weighting puts ‖w‖ back once."""
     weight, alpha = inputs.weight, inputs.operator.magnitude.value("alpha", 1.0)
     if inputs.operator.weighting is None:

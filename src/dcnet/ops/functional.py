@@ -10,7 +10,8 @@ from dcnet.formulas import LEARNED, Choice, Formula, nearest
 from dcnet.ops.dispatch import decouple_by
 from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry, Sizes, geometry
-from dcnet.ops.inputs import Inputs, MeanNorm, batch_mean
+from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
+from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import EPS, check_eps, check_input
 from dcnet.ops.operator import Operator, make_operator
 
@@ -122,7 +123,7 @@ def _stateless(
     if isinstance(mean_norm, str):
         if mean_norm != "batch":
             raise ValueError(f"unknown mean_norm {mean_norm!r}; possible: None, 'batch', or a tensor of shape ({where.groups},)")
-        mean = batch_mean
+        mean = BatchMean()
     else:
         mean = mean_norm
         if mean is not None and (not isinstance(mean, Tensor) or tuple(mean.shape) != (where.groups,)):
@@ -188,7 +189,7 @@ def decouple(
     bias: Tensor | None,
     where: Geometry,
     operator: Operator,
-    radius: Tensor | None,
+    radius: Tensor | LearnedRadius | None,
     mean_norm: MeanNorm,
     learned: Mapping[str, Tensor],
     eps: float,

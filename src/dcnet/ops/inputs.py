@@ -1,6 +1,6 @@
 """What every implementation gets: one checked bundle, so that each says only how it computes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,40 +8,57 @@ from torch import Tensor
 
 from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry
+from dcnet.ops.mean_norm import BatchMean
+from dcnet.ops.norms import compute_dtype
 from dcnet.ops.operator import Operator
 
-# E{‖x‖}: None (literal radius), a tensor (groups,), or a function of the norm map (N, groups, …) that gives one
-MeanNorm = Tensor | Callable[[Tensor], Tensor] | None
+RADIUS_FLOOR = 1e-4
+
+# What multiplies ρ: nothing (the literal radius), E{‖x‖} as a tensor (groups,), or the mean of this batch
+MeanNorm = Tensor | BatchMean | None
 
 
-def batch_mean(norms: Tensor) -> Tensor:
-    """E{‖x‖} of each group over this batch, with gradient: (groups,)."""
-    return norms.mean([0, *range(2, norms.dim())])
+@dataclass(frozen=True)
+class LearnedRadius:
+    """ρ of each kernel as it is learned: raw² + 1e-4, which cannot reach 0."""
+
+    raw: Tensor
+
+    @property
+    def rho(self) -> Tensor:
+        """ρ of each kernel: (out_channels,), in float32 at least."""
+        return self.raw.to(compute_dtype(self.raw)).square() + RADIUS_FLOOR
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The operands of one decoupled convolution; x is (N, C, …), learned values are (out_channels,)."""
+    """The operands of one decoupled convolution; x is (N, C, …), radius and learned values are (out_channels,)."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     geometry: Geometry
     operator: Operator
-    radius: Tensor | None
+    radius: Tensor | LearnedRadius | None
     mean_norm: MeanNorm
     learned: Mapping[str, Tensor]
     eps: float
     finish: Finish | None = None
 
+    @property
+    def rho(self) -> Tensor | None:
+        """ρ of each kernel, or None without a radius."""
+        return self.radius.rho if isinstance(self.radius, LearnedRadius) else self.radius
+
     def radii(self, norms: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}; both (out_channels,), or None without a radius."""
-        if self.radius is None:
+        rho = self.rho
+        if rho is None:
             return None, None
-        rho = self.radius.to(norms.dtype)
+        rho = rho.to(norms.dtype)
         if self.mean_norm is None:
             return rho, rho
-        mean = self.mean_norm(norms) if callable(self.mean_norm) else self.mean_norm
+        mean = self.mean_norm.of(norms) if isinstance(self.mean_norm, BatchMean) else self.mean_norm
         scaled = (rho.unflatten(0, (self.geometry.groups, -1)) * mean.to(norms.dtype).unsqueeze(1)).flatten()
         if self.eps == 0.0:  # without eps a group of nothing but zeros has E = 0, and any radius will do for it
             scaled = torch.where(scaled > 0.0, scaled, 1.0)

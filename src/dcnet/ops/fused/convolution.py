@@ -5,70 +5,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcnet.ops.finish import ACTIVATIONS, Finish
-from dcnet.ops.fused import block, launch, library
+from dcnet.ops.eager import inner_product_kernel
+from dcnet.ops.finish import ACTIVATIONS
+from dcnet.ops.fused import launch
+from dcnet.ops.fused.dot_and_norm import dot_and_norm
+from dcnet.ops.fused.epilogue import AVERAGES, BATCH, NONE, epilogue
 from dcnet.ops.geometry import convolve
-from dcnet.ops.inputs import Inputs
+from dcnet.ops.inputs import Inputs, LearnedRadius
+from dcnet.ops.mean_norm import BatchMean
 
 
 def decouple(inputs: Inputs) -> Tensor:
     """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, finished: (N, out_channels, *positions)."""
+    _check_devices(inputs)
+    finish = inputs.finish
     if inputs.operator.is_inner_product:
-        y = _inner_product(inputs)
-        return y if inputs.finish is None else inputs.finish.apply(y)
-    arguments = _epilogue_arguments(inputs)
-    if inputs.finish is None:
-        return library.epilogue(*arguments)
-    return _finished(arguments, inputs.finish)
+        y = convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, inputs.geometry)
+        return y if finish is None else finish.apply(y)
+    arguments, names = _arguments(inputs)
+    dot = arguments[0]
+    # PReLU behind a residual would need the sum's sign, which the output does not tell when its slope is negative
+    if finish is None or dot.numel() == 0 or (finish.residual is not None and finish.activation == "prelu"):
+        radius_kind = names.pop(0)
+        y, _ = epilogue(*arguments, *[None] * 6, radius_kind, NONE, 0.0, 0, *names)
+        return y if finish is None else finish.apply(y)
+    return _finished(inputs, arguments, names)
 
 
-def _inner_product(inputs: Inputs) -> Tensor:
-    operator, weight = inputs.operator, inputs.weight
-    if operator.weighting is None:
-        weight = library.unit_kernel(launch.dense(weight), inputs.eps, weight.dtype)[0]
-    alpha = operator.magnitude.value("alpha", 1.0)
-    return convolve(inputs.x, weight if alpha == 1.0 else weight * alpha, inputs.bias, inputs.geometry)
+def _check_devices(inputs: Inputs) -> None:
+    """Kernels read whatever address they are given: everything must be where x is."""
+    radius = inputs.radius.raw if isinstance(inputs.radius, LearnedRadius) else inputs.radius
+    tensors = {"weight": inputs.weight, "bias": inputs.bias, "radius": radius, **inputs.learned}
+    if isinstance(inputs.mean_norm, Tensor):
+        tensors["mean_norm"] = inputs.mean_norm
+    if inputs.finish is not None:
+        tensors |= {name: getattr(inputs.finish, name) for name in ("gamma", "beta", "running_mean", "running_var", "residual", "slope")}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != inputs.x.device:
+            raise ValueError(f"the input is on {inputs.x.device}, but {name} is on {tensor.device}")
 
 
-def _epilogue_arguments(inputs: Inputs) -> tuple[Any, ...]:
-    """What the epilogue takes: dot product, norms, vectors, learned parameters, and the names of the formulas."""
+def _arguments(inputs: Inputs) -> tuple[list[Any], list[Any]]:
+    """What the epilogue takes: dot product, norms, vectors, mean, learned parameters; then the radius' kind and the names of the formulas."""
     operator, where = inputs.operator, inputs.geometry
     dtype = _convolution_dtype(inputs.x)
     x = inputs.x.to(dtype)
     padding = [before for before, _ in where.padding]
     if where.padding_mode != "zeros" or any(before != after for before, after in where.padding):
         x, padding = where.pad(x), [0] * where.dims
-    unit, w_norm = library.unit_kernel(launch.dense(inputs.weight), inputs.eps, dtype)
-    dot, norms = library.dot_and_norm(launch.dense(x), unit, where.stride, padding, where.dilation, where.groups, inputs.eps)
-    rho, radius = inputs.radii(norms)
-    return (
-        dot,
-        norms,
-        operator.kernel_factor(w_norm, rho, inputs.learned),
-        w_norm if operator.weighting == "joint" else None,
-        radius,
-        None if inputs.bias is None else inputs.bias.float(),
-        torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None,
-        *operator.names,
-    )
+    batch_mean = inputs.mean_norm if inputs.radius is not None and isinstance(inputs.mean_norm, BatchMean) else None
+    wants_mean = batch_mean is not None and not batch_mean.sync
+    geometry = (where.stride, padding, where.dilation, where.groups)
+    effects = batch_mean if wants_mean else None
+    dot, norms, w_norm, mean, _ = dot_and_norm(launch.dense(x), launch.dense(inputs.weight), *geometry, inputs.eps, wants_mean, effects=effects)
+    if batch_mean is None:
+        mean = inputs.mean_norm if inputs.radius is not None else None
+    elif batch_mean.sync:
+        mean = batch_mean.of(norms)
+    elif torch.compiler.is_compiling():
+        batch_mean.track(mean.detach())
+
+    rho = inputs.radius
+    radius_kind = 1
+    if isinstance(rho, LearnedRadius):
+        # where ρ is also needed outside the kernels, it comes as it is; else the kernels make it of what is learned
+        rho, radius_kind = (rho.rho, 1) if operator.weighting == "separate" else (rho.raw, 2)
+    factor = operator.kernel_factor(w_norm, rho, inputs.learned)
+    gain = w_norm if operator.weighting == "joint" else None
+    learned = torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None
+    return [dot, norms, factor, gain, rho, inputs.bias, mean, learned], [radius_kind, *operator.names]
 
 
-def _finished(arguments: tuple[Any, ...], finish: Finish) -> Tensor:
+def _finished(inputs: Inputs, arguments: list[Any], names: list[Any]) -> Tensor:
     """The epilogue, BatchNorm, residual and activation in shared passes; moves BatchNorm's running averages."""
-    dot = arguments[0]
+    finish, dot = inputs.finish, arguments[0]
+    assert finish is not None
     residual = None if finish.residual is None else launch.like(finish.residual.to(dot.dtype), dot)
-    # PReLU behind a residual would need the sum's sign, which the output does not tell when its slope is negative
-    if dot.numel() == 0 or (residual is not None and finish.activation == "prelu"):
-        return finish.apply(library.epilogue(*arguments))
-    slope = None if finish.slope is None else finish.slope.float().expand(dot.shape[1]).contiguous()
-    statistics = (finish.running_mean, finish.running_var)
-    options = (finish.training, finish.eps, ACTIVATIONS.index(finish.activation))
-    out, mean, variance = block.block(*arguments[:7], finish.gamma, finish.beta, *statistics, residual, slope, *options, *arguments[7:])
-    if finish.training and finish.running_mean is not None and finish.running_var is not None:
+    slope = None if finish.slope is None else finish.slope.expand(dot.shape[1]).contiguous()
+    averages = (finish.running_mean, finish.running_var)
+    moves = finish.training and finish.running_mean is not None and finish.running_var is not None
+    radius_kind, *formulas = names
+    options = (radius_kind, BATCH if finish.training else AVERAGES, finish.eps, ACTIVATIONS.index(finish.activation))
+    out, norm = epilogue(
+        *arguments, finish.gamma, finish.beta, *averages, residual, slope, *options, *formulas, effects=finish.momentum if moves else None
+    )
+    if moves and torch.compiler.is_compiling():
         with torch.no_grad():
             count = dot.numel() // dot.shape[1]
-            finish.running_mean.lerp_(mean.to(finish.running_mean.dtype), finish.momentum)
-            finish.running_var.lerp_((variance * (count / max(1, count - 1))).to(finish.running_var.dtype), finish.momentum)
+            finish.running_mean.lerp_(norm[0].to(finish.running_mean.dtype), finish.momentum)
+            finish.running_var.lerp_((norm[1] * (count / max(1, count - 1))).to(finish.running_var.dtype), finish.momentum)
     return out
 
 

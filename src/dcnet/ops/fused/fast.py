@@ -1,23 +1,43 @@
 """Launching a kernel again without asking Triton again.
 
-Triton works out from every argument which compiled variant to run, which takes longer than our kernels do. The variant
-depends on few things: dtypes, sizes, flags and whether pointers are aligned. Where those are the same as in an earlier
-launch, its variant is launched directly.
+Triton works out from every argument which compiled variant to run, which takes longer than most of our kernels do. The
+variant depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all but the
+pointers and the floats, which do not matter for the variant; from the second launch on it runs the variant directly.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-_VARIANTS: dict[Any, Any] = {}
 
+class Launcher:
+    """A kernel with its grid and its arguments behind pointers and floats."""
 
-def launch(kernel: Any, grid: tuple[int, ...], pointers: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
-    """Runs the kernel; `others` are its arguments after the pointers, all hashable."""
-    aligned = tuple([(p.dtype, p.data_ptr() % 16 == 0) for p in pointers])
-    key = (id(kernel), pointers[0].device, aligned, others)
-    variant = _VARIANTS.get(key)
-    if variant is None:
-        _VARIANTS[key] = kernel[grid](*pointers, *others)  # None in the interpreter
-    else:
-        variant[(*grid, 1, 1)[:3]](*pointers, *others)
+    __slots__ = ("fixed", "grid", "kernel", "variants", "warps")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], fixed: Sequence[Any], warps: int = 4) -> None:
+        self.kernel, self.grid, self.fixed, self.warps = kernel, (*grid, 1, 1)[:3], tuple(fixed), warps
+        self.variants: dict[tuple[torch.dtype, ...], Any] = {}
+
+    def __call__(self, pointers: Sequence[Tensor], *floats: float) -> None:
+        """Runs the kernel on the current stream of the device the tensors are on."""
+        device = pointers[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._run(pointers, floats)
+        return self._run(pointers, floats)
+
+    def _run(self, pointers: Sequence[Tensor], floats: tuple[float, ...]) -> None:
+        key = tuple([p.dtype for p in pointers])
+        variant = self.variants.get(key)
+        addresses = [p.data_ptr() for p in pointers]
+        if variant is None or any([a & 15 for a in addresses]):
+            compiled = self.kernel[self.grid](*pointers, *floats, *self.fixed, num_warps=self.warps)
+            if compiled is not None and not any([a & 15 for a in addresses]):  # None in the interpreter
+                self.variants[key] = compiled
+            return
+        stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
+        # no metadata and no hooks: those are for Triton's profiler
+        variant.run(*self.grid, stream, variant.function, variant.packed_metadata, None, None, None, *addresses, *floats, *self.fixed)

@@ -9,18 +9,18 @@ import triton
 import triton.language as tl
 
 from dcnet.formulas import Choice, Formula
-from dcnet.ops.fused import m
+from dcnet.ops.fused import m, m_half
 
 MOST_PARAMETERS = 3  # of one formula, in a kernel
 
 
 @cache
-def jit(formula: Formula) -> Any:
-    """The formula as a Triton function."""
+def jit(formula: Formula, half: bool) -> Any:
+    """The formula as a Triton function; `half` where its results are rounded to 16 bits."""
     plain = formula.function
     assert isinstance(plain, FunctionType)
     # tl is for the interpreter, which wants to see it in every function
-    bound = FunctionType(plain.__code__, {**plain.__globals__, "m": m, "tl": tl}, plain.__name__, plain.__defaults__)
+    bound = FunctionType(plain.__code__, {**plain.__globals__, "m": m_half if half else m, "tl": tl}, plain.__name__, plain.__defaults__)
     bound.__module__ = plain.__module__
     function = triton.jit(bound)
     if isinstance(function, triton.JITFunction):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dcnet.ops.fused.kernels import angular, magnitude, parameter, vector, within
+from dcnet.ops.fused.kernels import angular, magnitude, parameter, patch_radius, vector, within
 
 
 @triton.jit
@@ -18,15 +18,12 @@ def backward(
     factor,
     gain,
     radius,
+    mean,
     bias,
     learned,
-    scale,
-    shift,
+    norm,
+    coefficients,
     slope,
-    mean,
-    rstd,
-    mean_e,
-    mean_ey,
     sums,
     groups,
     K,
@@ -34,7 +31,6 @@ def backward(
     blocks,
     tiles,
     kernel_blocks,
-    rows,
     d_b,
     d_g,
     d_k,
@@ -43,7 +39,6 @@ def backward(
     n_g,
     n_p,
     H: tl.constexpr,
-    HAS_RHO: tl.constexpr,
     HC: tl.constexpr,
     H0: tl.constexpr,
     H1: tl.constexpr,
@@ -59,14 +54,16 @@ def backward(
     GR0: tl.constexpr,
     GR1: tl.constexpr,
     GR2: tl.constexpr,
+    RADIUS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    MEAN: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    REDUCE: tl.constexpr,
-    CENTRED: tl.constexpr,
+    BP: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+    rows,
     HL0: tl.constexpr,
     HL1: tl.constexpr,
     HL2: tl.constexpr,
@@ -74,19 +71,24 @@ def backward(
     GL1: tl.constexpr,
     GL2: tl.constexpr,
     HL: tl.constexpr,
+    AFFINE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    REDUCE: tl.constexpr,
+    CENTRED: tl.constexpr,
     SUMS: tl.constexpr,
-    BP: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
-    """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient)."""
+    """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient).
+
+    The sums come in this order, each if it is wanted: factor, gain, radius, bias, learned parameters.
+    """
     channels = groups * K
     g = tl.program_id(1) // kernel_blocks
     kernel_block = tl.program_id(1) % kernel_blocks
     k = kernel_block * BK + tl.arange(0, BK)
     in_k = k < K
     ch = g * K + k
-    rho = vector(radius, HAS_RHO, ch, in_k, 1.0)
+    rho = patch_radius(radius, mean, RADIUS, FLOOR, MEAN, g, ch, in_k)
     t = vector(gain, HAS_GAIN, ch, in_k, 1.0)
     s = vector(factor, HAS_FACTOR, ch, in_k, 1.0)
     h0 = parameter(learned, H0, HR0, channels, ch, in_k)
@@ -95,6 +97,11 @@ def backward(
     g0 = parameter(learned, G0, GR0, channels, ch, in_k)
     g1 = parameter(learned, G1, GR1, channels, ch, in_k)
     g2 = parameter(learned, G2, GR2, channels, ch, in_k)
+    average = vector(norm, AFFINE, ch, in_k, 0.0)
+    scale = vector(norm + 3 * channels, AFFINE, ch, in_k, 1.0)
+    shift = vector(norm + 4 * channels, AFFINE, ch, in_k, 0.0)
+    constant = vector(coefficients, CENTRED, ch, in_k, 0.0)
+    along = vector(coefficients + channels, CENTRED, ch, in_k, 0.0)
     p = tl.arange(0, BP)
     nothing = tl.zeros((BP, BK), tl.float32)
     sum_0, sum_1, sum_2, sum_3 = nothing, nothing, nothing, nothing
@@ -115,7 +122,7 @@ def backward(
         one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
         ratio = d * one_over_n
         c = tl.minimum(tl.maximum(ratio, -1.0), 1.0)
-        of_h = magnitude(H, n * t, rho, h0, h1, h2, HAS_RHO, HC)
+        of_h = magnitude(H, n * t, rho, h0, h1, h2, RADIUS > 0, HC)
         of_g = angular(G, c, g0, g1, g2, GC)
 
         if AFFINE:
@@ -126,7 +133,7 @@ def backward(
                 if RESIDUAL:
                     on = tl.load(out_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32) > 0.0
                 else:
-                    z = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
+                    z = y * scale + shift
                     on = z > 0.0
                 if ACTIVATION == 1:
                     e = tl.where(on, e, 0.0)
@@ -134,22 +141,22 @@ def backward(
                     if REDUCE:
                         sum_2 += tl.where(on, 0.0, e * z)
                     e = tl.where(on, e, e * vector(slope, True, ch, in_k, 0.0))
-            centred = (y - vector(mean, True, ch, in_k, 0.0)) * vector(rstd, True, ch, in_k, 0.0)
             if REDUCE:
                 if RESIDUAL:
                     tl.store(grad_residual + first + offsets, e.to(grad_residual.dtype.element_ty), mask=inside)
                 sum_0 += e
-                sum_1 += e * centred
+                sum_1 += e * (y - average)
             else:
-                if CENTRED:
-                    e = e - vector(mean_e, True, ch, in_k, 0.0) - centred * vector(mean_ey, True, ch, in_k, 0.0)
-                e = tl.where(inside, e * vector(scale, True, ch, in_k, 1.0), 0.0)
+                e = e * scale
+                if CENTRED:  # scale·(e − mean(e) − ŷ·mean(e·ŷ)), as a line in y
+                    e = e - (constant + along * y)
+                e = tl.where(inside, e, 0.0)
 
         if not REDUCE:
             es = e * s
             grad_h = es * of_g[0]
             grad_g = es * of_h[0]
-            of_d = tl.where((ratio > -1.0) & (ratio < 1.0), grad_g * of_g[1], 0.0) * one_over_n
+            of_d = tl.where(tl.abs(ratio) < 1.0, grad_g * of_g[1], 0.0) * one_over_n
             tl.store(grad_d + first + offsets, of_d.to(grad_d.dtype.element_ty), mask=inside)
             of_n = grad_h * of_h[1] * t - of_d * c
             # one map for each block of kernels
@@ -158,7 +165,7 @@ def backward(
                 sum_0 += e * of_h[0] * of_g[0]
             if HAS_GAIN:
                 sum_1 += grad_h * of_h[1] * n
-            if HAS_RHO:
+            if RADIUS > 0:
                 sum_2 += grad_h * of_h[2]
             if HAS_BIAS:
                 sum_3 += e
@@ -177,25 +184,34 @@ def backward(
                 sum_g2 += grad_g * of_g[GL2]
 
     row = sums + tl.program_id(0) * SUMS * channels + ch
-    if REDUCE or HAS_FACTOR:
+    if REDUCE:
         tl.store(row, tl.sum(sum_0, 0), mask=in_k)
-    if REDUCE or HAS_GAIN:
         tl.store(row + channels, tl.sum(sum_1, 0), mask=in_k)
-    if HAS_RHO or (REDUCE and ACTIVATION == 2):
-        tl.store(row + 2 * channels, tl.sum(sum_2, 0), mask=in_k)
-    if not REDUCE:
+        if ACTIVATION == 2:
+            tl.store(row + 2 * channels, tl.sum(sum_2, 0), mask=in_k)
+    else:
+        if HAS_FACTOR:
+            tl.store(row, tl.sum(sum_0, 0), mask=in_k)
+            row += channels
+        if HAS_GAIN:
+            tl.store(row, tl.sum(sum_1, 0), mask=in_k)
+            row += channels
+        if RADIUS > 0:
+            tl.store(row, tl.sum(sum_2, 0), mask=in_k)
+            row += channels
         if HAS_BIAS:
-            tl.store(row + 3 * channels, tl.sum(sum_3, 0), mask=in_k)
+            tl.store(row, tl.sum(sum_3, 0), mask=in_k)
+            row += channels
         # the magnitude's learned parameters first
         if HL0 >= 0:
-            tl.store(row + 4 * channels, tl.sum(sum_h0, 0), mask=in_k)
+            tl.store(row, tl.sum(sum_h0, 0), mask=in_k)
         if HL1 >= 0:
-            tl.store(row + 5 * channels, tl.sum(sum_h1, 0), mask=in_k)
+            tl.store(row + channels, tl.sum(sum_h1, 0), mask=in_k)
         if HL2 >= 0:
-            tl.store(row + 6 * channels, tl.sum(sum_h2, 0), mask=in_k)
+            tl.store(row + 2 * channels, tl.sum(sum_h2, 0), mask=in_k)
         if GL0 >= 0:
-            tl.store(row + (4 + HL) * channels, tl.sum(sum_g0, 0), mask=in_k)
+            tl.store(row + HL * channels, tl.sum(sum_g0, 0), mask=in_k)
         if GL1 >= 0:
-            tl.store(row + (5 + HL) * channels, tl.sum(sum_g1, 0), mask=in_k)
+            tl.store(row + (1 + HL) * channels, tl.sum(sum_g1, 0), mask=in_k)
         if GL2 >= 0:
-            tl.store(row + (6 + HL) * channels, tl.sum(sum_g2, 0), mask=in_k)
+            tl.store(row + (2 + HL) * channels, tl.sum(sum_g2, 0), mask=in_k)

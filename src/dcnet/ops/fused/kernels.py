@@ -79,6 +79,25 @@ def vector(pointer, HAS: tl.constexpr, k, inside, DEFAULT: tl.constexpr):
 
 
 @triton.jit
+def rho_of(radius, RADIUS: tl.constexpr, FLOOR: tl.constexpr, k, inside):
+    """ρ of a block of kernels, (1, kernels). RADIUS: 0 for none (then 1), 1 for ρ itself, 2 for what is learned, ρ = raw² + FLOOR."""
+    rho = vector(radius, RADIUS > 0, k, inside, 1.0)
+    if RADIUS == 2:
+        rho = rho * rho + FLOOR
+    return rho
+
+
+@triton.jit
+def patch_radius(radius, mean, RADIUS: tl.constexpr, FLOOR: tl.constexpr, MEAN: tl.constexpr, g, k, inside):
+    """The radius used for patches: ρ·E{‖x‖}, or ρ where there is no mean."""
+    rho = rho_of(radius, RADIUS, FLOOR, k, inside)
+    if MEAN:
+        rho = rho * tl.load(mean + g).to(tl.float32)
+        rho = tl.where(rho > 0.0, rho, 1.0)  # a group of nothing but zeros, without eps: any radius will do
+    return rho
+
+
+@triton.jit
 def forward(
     d_ptr,
     n_ptr,
@@ -87,10 +106,11 @@ def forward(
     factor,
     gain,
     radius,
+    mean,
     bias,
     learned,
-    scale,
-    shift,
+    norm,
+    around,
     slope,
     sums,
     groups,
@@ -107,7 +127,6 @@ def forward(
     n_g,
     n_p,
     H: tl.constexpr,
-    HAS_RHO: tl.constexpr,
     HC: tl.constexpr,
     H0: tl.constexpr,
     H1: tl.constexpr,
@@ -123,24 +142,28 @@ def forward(
     GR0: tl.constexpr,
     GR1: tl.constexpr,
     GR2: tl.constexpr,
+    RADIUS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    MEAN: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BP: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
     AFFINE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     STATISTICS: tl.constexpr,
-    BP: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN: tl.constexpr,
+    AROUND: tl.constexpr,
 ):
-    """y = factor·h·g + bias; then scale·y + shift + residual and the activation; or, with STATISTICS, only sums of y − shift."""
+    """y = factor·h·g + bias; then scale·y + shift + residual and the activation; or, with STATISTICS, only sums of y − around."""
     channels = groups * K
     g = tl.program_id(1) // kernel_blocks
     k = (tl.program_id(1) % kernel_blocks) * BK + tl.arange(0, BK)
     in_k = k < K
     ch = g * K + k
-    rho = vector(radius, HAS_RHO, ch, in_k, 1.0)
+    rho = patch_radius(radius, mean, RADIUS, FLOOR, MEAN, g, ch, in_k)
     t = vector(gain, HAS_GAIN, ch, in_k, 1.0)
     s = vector(factor, HAS_FACTOR, ch, in_k, 1.0)
     h0 = parameter(learned, H0, HR0, channels, ch, in_k)
@@ -149,6 +172,9 @@ def forward(
     g0 = parameter(learned, G0, GR0, channels, ch, in_k)
     g1 = parameter(learned, G1, GR1, channels, ch, in_k)
     g2 = parameter(learned, G2, GR2, channels, ch, in_k)
+    scale = vector(norm + 3 * channels, AFFINE, ch, in_k, 1.0)
+    shift = vector(norm + 4 * channels, AFFINE, ch, in_k, 0.0)
+    centre = vector(around, AROUND, ch, in_k, 0.0)
     p = tl.arange(0, BP)
     if STATISTICS:
         sum_y = tl.zeros((BP, BK), tl.float32)
@@ -164,16 +190,16 @@ def forward(
         n = tl.load(n_ptr + b * n_b + g * n_g + (start + p) * n_p, mask=in_p, other=1.0)[:, None]
         d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
-        y = magnitude(H, n * t, rho, h0, h1, h2, HAS_RHO, HC)[0] * angular(G, c, g0, g1, g2, GC)[0] * s
+        y = magnitude(H, n * t, rho, h0, h1, h2, RADIUS > 0, HC)[0] * angular(G, c, g0, g1, g2, GC)[0] * s
         if HAS_BIAS:
             y += vector(bias, True, ch, in_k, 0.0)
         if STATISTICS:
-            y = tl.where(inside, y - vector(shift, True, ch, in_k, 0.0), 0.0)
+            y = tl.where(inside, y - centre, 0.0)
             sum_y += y
             sum_yy += y * y
         else:
             if AFFINE:
-                y = y * vector(scale, True, ch, in_k, 1.0) + vector(shift, True, ch, in_k, 0.0)
+                y = y * scale + shift
             if RESIDUAL:
                 y += tl.load(residual_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
             if ACTIVATION == 1:

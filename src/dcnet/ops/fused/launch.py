@@ -1,14 +1,18 @@
 """From tensors to kernel launches: memory orders and block sizes; kernels normalised, patch norms and their gradients."""
 
 import math
-from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from dcnet.ops.fused import norm_kernels
-from dcnet.ops.fused.fast import launch
+from dcnet.ops.fused import norm_kernels, sum_kernels
+from dcnet.ops.fused.fast import Launcher
+from dcnet.ops.mean_norm import BatchMean, recomputing
+
+Sizes = tuple[int, ...]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -18,11 +22,11 @@ def cdiv(a: int, b: int) -> int:
 class View:
     """A map (N, groups·kernels, …) as (batch, groups, kernels, positions) with strides; one batch of all positions where the layout allows."""
 
-    def __init__(self, x: Tensor, groups: int) -> None:
-        batch, channels = x.shape[:2]
-        positions = math.prod(x.shape[2:])
+    def __init__(self, shape: Sizes, stride: Sizes, groups: int) -> None:
+        batch, channels = shape[:2]
+        positions = math.prod(shape[2:])
         self.groups, self.kernels = groups, channels // groups
-        by_channel = x.dim() == 2 or (channels > 1 and x.stride(1) == 1 and positions > 1)
+        by_channel = len(shape) == 2 or (channels > 1 and stride[1] == 1 and positions > 1)
         self.channel, self.position = (1, channels) if by_channel else (positions, 1)
         self.rows_first = by_channel
         if groups == 1 and (by_channel or positions == 1 or batch == 1):
@@ -41,6 +45,11 @@ class View:
             bk = min(triton.next_power_of_2(self.kernels), 32)
         bp = max(1, min(4096 // bk, triton.next_power_of_2(self.positions)))
         return bp, bk
+
+    def channel_blocks(self) -> tuple[int, int]:
+        """Sizes of a tile for kernels that go over x, positions × channels."""
+        bc = min(triton.next_power_of_2(self.kernels), 128 if self.rows_first else 16)
+        return max(1, min(4096 // bc, triton.next_power_of_2(self.positions))), bc
 
     @property
     def strides(self) -> tuple[int, int, int, int]:
@@ -74,80 +83,126 @@ def either(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
+@lru_cache(1024)
+def _kernel_launchers(kernels: int, size: int, has_norm: bool) -> tuple[Launcher, Launcher]:
+    block = min(1024, triton.next_power_of_2(size))
+    forward = Launcher(norm_kernels.normalise, (kernels,), (size, block))
+    return forward, Launcher(norm_kernels.normalise_backward, (kernels,), (size, has_norm, block))
+
+
 def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """w/‖w‖ in the dtype asked for, in the memory order of w, and ‖w‖ in float32."""
     unit = torch.empty_like(weight, dtype=dtype)
     norm = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    size = weight[0].numel()
-    launch(norm_kernels.normalise, (weight.shape[0],), (weight, unit, norm), (size, eps, min(1024, triton.next_power_of_2(size))))
+    _kernel_launchers(weight.shape[0], math.prod(weight.shape[1:]), False)[0]((weight, unit, norm), eps)
     return unit, norm
 
 
-def unit_kernel_backward(weight: Tensor, norm: Tensor, e: Tensor | None, e_norm: Tensor | None) -> Tensor:
+def unit_kernel_backward(weight: Tensor, norm: Tensor, e: Tensor, e_norm: Tensor | None) -> Tensor:
     """The gradient in w of `unit_kernel`."""
     grad = torch.empty_like(weight)
-    size = weight[0].numel()
-    e = None if e is None else like(e, weight)
-    there = (e is not None, e_norm is not None)
-    pointers = (weight, norm, either(e, weight), either(e_norm, norm), grad)
-    launch(norm_kernels.normalise_backward, (weight.shape[0],), pointers, (size, *there, min(1024, triton.next_power_of_2(size))))
+    launcher = _kernel_launchers(weight.shape[0], math.prod(weight.shape[1:]), e_norm is not None)[1]
+    launcher((weight, norm, like(e, weight), either(e_norm, norm), grad))
     return grad
 
 
-def _three(values: Sequence[int], missing: int) -> list[int]:
+class NormPlan:
+    """How the kernels of patch norms go over an input."""
+
+    def __init__(self, shape: Sizes, strides: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int) -> None:
+        self.groups, self.shape = groups, shape
+        sizes = shape[2:]
+        positions = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
+        self.output = (shape[0], groups, *positions)
+        self.squares = (shape[0], groups, *sizes)
+        self.count = shape[0] * math.prod(positions)  # of the norms of one group
+        self.view = View(shape, strides, groups)
+        self.geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
+        self.sizes = (*_three(sizes, 1), *_three(positions, 1))
+        self.programs = cdiv(self.count, _BLOCK)
+        self._launchers: dict[Any, Launcher] = {}
+
+    def launcher(self, *key: Any) -> Launcher:
+        """The launcher of that name and flags, made once."""
+        found = self._launchers.get(key)
+        if found is None:
+            name, *flags = key
+            found = self._launchers[key] = getattr(self, f"_{name}")(*flags)
+        return found
+
+    def _of_squares(self) -> Launcher:
+        view = self.view
+        bp, bc = view.channel_blocks()
+        blocks = cdiv(view.positions, bp)
+        sizes = (self.groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position)
+        return Launcher(norm_kernels.squares, (view.batch * self.groups * blocks,), (*sizes, bp, bc))
+
+    def _of_box(self, sums: bool) -> Launcher:
+        long = self.count > _SHORT
+        return Launcher(
+            norm_kernels.box, (self.programs, self.groups), (self.groups, self.count, *self.sizes, *self.geometry, long, sums, _BLOCK), _BOX_WARPS
+        )
+
+    def _of_mean(self, track: bool, cumulative: bool) -> Launcher:
+        block = min(1024, triton.next_power_of_2(self.programs))
+        return Launcher(sum_kernels.mean_norm, (self.groups,), (self.programs, track, cumulative, block))
+
+    def _of_box_gradient(self, mean: bool) -> Launcher:
+        total = self.shape[0] * math.prod(self.shape[2:])
+        fixed = (self.groups, total, *self.sizes, *self.geometry, total > _SHORT, mean, _BLOCK)
+        return Launcher(norm_kernels.box_backward, (cdiv(total, _BLOCK), self.groups), fixed, _BOX_WARPS)
+
+    def _of_product(self, add: bool) -> Launcher:
+        view = self.view
+        bp, bc = view.channel_blocks()
+        blocks = cdiv(view.positions, bp)
+        strides = (view.stride, view.channel, view.position)
+        grid = (view.batch * self.groups * blocks, cdiv(view.kernels, bc))
+        return Launcher(norm_kernels.add_product, grid, (self.groups, view.kernels, view.positions, blocks, *strides, *strides, add, bp, bc))
+
+
+_BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
+_SHORT = 2**31 - 2**16  # what 32-bit indices reach
+
+norm_plan = lru_cache(1024)(NormPlan)
+
+
+def _three(values: Any, missing: int) -> list[int]:
     return [missing] * (3 - len(values)) + list(values)
 
 
-def _channel_tiles(view: View) -> tuple[int, int]:
-    bc = min(triton.next_power_of_2(view.kernels), 128 if view.rows_first else 16)
-    return max(1, min(4096 // bc, triton.next_power_of_2(view.positions))), bc
+def patch_norms(x: Tensor, plan: NormPlan, eps: float, wants_mean: bool, tracked: BatchMean | None = None) -> tuple[Tensor, Tensor]:
+    """‖x‖ of every patch and group, (N, groups, …), and their mean, (groups,), if it is wanted (empty if not).
 
-
-def patch_norms(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, eps: float
-) -> Tensor:
-    """‖x‖ of every patch and group: (N, groups, …)."""
-    sizes = x.shape[2:]
-    out = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
-    q = torch.empty((x.shape[0], groups, *sizes), dtype=torch.float32, device=x.device)
-    n = torch.empty((x.shape[0], groups, *out), dtype=torch.float32, device=x.device)
+    `tracked` has a running average, which follows the mean unless this is a recomputation.
+    """
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+    n = torch.empty(plan.output, **kind)
+    mean = torch.empty(plan.groups if wants_mean else 0, **kind)
     if n.numel() == 0:
-        return n
-    view = View(x, groups)
-    bp, bc = _channel_tiles(view)
-    blocks = cdiv(view.positions, bp)
-    sizes_of_x = (groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position)
-    launch(norm_kernels.squares, (view.batch * groups * blocks,), (x, q), (*sizes_of_x, bp, bc))
-    geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
-    launch(norm_kernels.box, (cdiv(n.numel(), 256),), (q, n), (n.numel(), *_three(sizes, 1), *_three(out, 1), *geometry, eps, 256))
-    return n
+        return n, mean.fill_(math.nan)  # as the mean of nothing is
+    q = torch.empty(plan.squares, **kind)
+    sums = torch.empty((plan.groups, plan.programs), **kind) if wants_mean else mean
+    plan.launcher("of_squares")((x, q))
+    plan.launcher("of_box", wants_mean)((q, n, sums), eps)
+    if wants_mean:
+        track = tracked is not None and tracked.running_norm is not None and not recomputing()
+        momentum = tracked.momentum if tracked is not None and tracked.momentum is not None else 0.0
+        buffers = (tracked.running_norm, tracked.num_batches_tracked) if track else (mean, mean)  # type: ignore[union-attr]
+        cumulative = tracked is not None and tracked.momentum is None
+        plan.launcher("of_mean", track, cumulative)((sums, mean, *buffers), float(plan.count), momentum)
+        if track:
+            buffers[1].add_(1)
+    return n, mean
 
 
-def patch_norms_backward(
-    e: Tensor,
-    x: Tensor,
-    n: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    grad: Tensor | None,
-) -> Tensor:
+def patch_norms_backward(e: Tensor, e_mean: Tensor | None, x: Tensor, n: Tensor, plan: NormPlan, grad: Tensor | None) -> Tensor:
     """The gradient in x, added to `grad` in place where one is given."""
-    groups = n.shape[1]
-    t = torch.empty((x.shape[0], groups, *x.shape[2:]), dtype=torch.float32, device=x.device)
     total = grad if grad is not None else torch.empty_like(x)
-    if x.numel() == 0:
-        return total
-    geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
-    sizes = (t.numel(), *_three(x.shape[2:], 1), *_three(n.shape[2:], 1))
-    launch(norm_kernels.box_backward, (cdiv(t.numel(), 256),), (e.contiguous(), n, t), (*sizes, *geometry, 256))
+    if x.numel() == 0 or n.numel() == 0:
+        return total if grad is not None else total.zero_()
+    t = torch.empty(plan.squares, dtype=torch.float32, device=x.device)
+    plan.launcher("of_box_gradient", e_mean is not None)((e.contiguous(), n, either(e_mean, n), t), 1.0 / plan.count)
     total = like(total, x)
-    view = View(x, groups)
-    bp, bc = _channel_tiles(view)
-    blocks = cdiv(view.positions, bp)
-    strides = (view.stride, view.channel, view.position)
-    grid = (view.batch * groups * blocks, cdiv(view.kernels, bc))
-    others = (groups, view.kernels, view.positions, blocks, *strides, *strides, grad is not None, bp, bc)
-    launch(norm_kernels.add_product, grid, (total, x, t), others)
+    plan.launcher("of_product", grad is not None)((total, x, t))
     return total

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def normalise(w_ptr, unit_ptr, norm_ptr, D, eps, BLOCK: tl.constexpr):
+def normalise(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
     """unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements."""
     k = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -26,28 +26,24 @@ def normalise(w_ptr, unit_ptr, norm_ptr, D, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def normalise_backward(w_ptr, norm_ptr, e_ptr, e_norm_ptr, grad_ptr, D, HAS_E: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):
+def normalise_backward(w_ptr, norm_ptr, e_ptr, e_norm_ptr, grad_ptr, D, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):
     """grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
     k = tl.program_id(0)
     norm = tl.load(norm_ptr + k)
     inverse = tl.where(norm > 0.0, 1.0 / norm, 0.0)
-    along = 0.0
-    if HAS_E:
-        total = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, D, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
-            e = tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
-            total += w * e
-        along = -tl.sum(total, 0) * inverse * inverse
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, D, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+        e = tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
+        total += w * e
+    along = -tl.sum(total, 0) * inverse * inverse
     if HAS_NORM:
         along += tl.load(e_norm_ptr + k)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
         w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
-        grad = w * inverse * along
-        if HAS_E:
-            grad += tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32) * inverse
+        grad = w * inverse * along + tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32) * inverse
         tl.store(grad_ptr + k * D + i, grad.to(grad_ptr.dtype.element_ty), mask=i < D)
 
 
@@ -74,6 +70,9 @@ def squares(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr,
 def box(
     q_ptr,
     n_ptr,
+    sums_ptr,
+    eps,
+    groups,
     total,
     ID,
     IH,
@@ -93,16 +92,26 @@ def box(
     KD: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
-    eps,
+    LONG: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """n = sqrt(Σ over the window of q + eps), maps (batch·groups, OD, OH, OW) of q (batch·groups, ID, IH, IW)."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """n = sqrt(Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
+
+    `total` is batch·positions; LONG for 64-bit indices, whose division is slow; SUMS leaves each program's sum of n, (groups, programs).
+    """
+    g = tl.program_id(1)
+    pid = tl.program_id(0)
+    if LONG:
+        pid = pid.to(tl.int64)
+    i = pid * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     w = i % OW
     h = (i // OW) % OH
     d = (i // (OW * OH)) % OD
-    m = i // (OW * OH * OD)
+    b = i // (OW * OH * OD)
+    m = b.to(tl.int64) * groups + g
+    at = q_ptr + m * (ID * IH * IW)
     sum = tl.zeros((BLOCK,), tl.float32)
     for kd in tl.static_range(KD):
         for kh in tl.static_range(KH):
@@ -111,15 +120,21 @@ def box(
                 zh = h * SH - PH + kh * DH
                 zw = w * SW - PW + kw * DW
                 ok = inside & (zd >= 0) & (zd < ID) & (zh >= 0) & (zh < IH) & (zw >= 0) & (zw < IW)
-                sum += tl.load(q_ptr + ((m * ID + zd) * IH + zh) * IW + zw, mask=ok, other=0.0)
-    tl.store(n_ptr + i, tl.sqrt(sum + eps), mask=inside)
+                sum += tl.load(at + (zd * IH + zh) * IW + zw, mask=ok, other=0.0)
+    n = tl.sqrt(sum + eps)
+    tl.store(n_ptr + m * (OD * OH * OW) + (d * OH + h) * OW + w, n, mask=inside)
+    if SUMS:
+        tl.store(sums_ptr + g * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, n, 0.0), 0))
 
 
 @triton.jit
 def box_backward(
     e_ptr,
     n_ptr,
+    e_mean,
     t_ptr,
+    share,
+    groups,
     total,
     ID,
     IH,
@@ -139,15 +154,29 @@ def box_backward(
     KD: tl.constexpr,
     KH: tl.constexpr,
     KW: tl.constexpr,
+    LONG: tl.constexpr,
+    MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """t = Σ over the windows that hold a position of e/n; the gradient in x is then x·t."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """t = Σ over the windows that hold a position of e/n; the gradient in x is then x·t.
+
+    With MEAN, e also has every norm's `share` of the gradient of E{‖x‖}.
+    """
+    g = tl.program_id(1)
+    pid = tl.program_id(0)
+    if LONG:
+        pid = pid.to(tl.int64)
+    i = pid * BLOCK + tl.arange(0, BLOCK)
     inside = i < total
     w = i % IW
     h = (i // IW) % IH
     d = (i // (IW * IH)) % ID
-    m = i // (IW * IH * ID)
+    b = i // (IW * IH * ID)
+    m = b.to(tl.int64) * groups + g
+    start = m * (OD * OH * OW)
+    everywhere = 0.0
+    if MEAN:
+        everywhere = tl.load(e_mean + g).to(tl.float32) * share
     sum = tl.zeros((BLOCK,), tl.float32)
     for kd in tl.static_range(KD):
         for kh in tl.static_range(KH):
@@ -157,10 +186,11 @@ def box_backward(
                 zw = w + PW - kw * DW
                 ok = inside & (zd >= 0) & (zh >= 0) & (zw >= 0) & (zd % SD == 0) & (zh % SH == 0) & (zw % SW == 0)
                 ok = ok & (zd // SD < OD) & (zh // SH < OH) & (zw // SW < OW)
-                at = ((m * OD + zd // SD) * OH + zh // SH) * OW + zw // SW
+                at = start + ((zd // SD) * OH + zh // SH) * OW + zw // SW
                 n = tl.load(n_ptr + at, mask=ok, other=0.0)
-                sum += tl.where(n > 0.0, tl.load(e_ptr + at, mask=ok, other=0.0) / n, 0.0)
-    tl.store(t_ptr + i, sum, mask=inside)
+                e = tl.load(e_ptr + at, mask=ok, other=0.0) + everywhere
+                sum += tl.where(n > 0.0, e / n, 0.0)
+    tl.store(t_ptr + m * (ID * IH * IW) + (d * IH + h) * IW + w, sum, mask=inside)
 
 
 @triton.jit

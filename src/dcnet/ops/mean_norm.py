@@ -1,5 +1,6 @@
-"""The mean patch norm E{‖x‖} of a batch: over all ranks, and not counted twice."""
+"""The mean patch norm E{‖x‖} of a batch: its running average, over all ranks, and not counted twice."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +28,28 @@ def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor,
 _track_norm_op = torch.library.custom_op("dcnet::track_norm", _track_norm, mutates_args=("running_norm", "num_batches_tracked"))
 
 
-@torch.no_grad()
-def track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
-    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation."""
-    (_track_norm_op if torch.compiler.is_compiling() else _track_norm)(mean, running_norm, num_batches_tracked, momentum)
+@dataclass(frozen=True)
+class BatchMean:
+    """E{‖x‖} of this batch, one per group, with gradient; with buffers, their running average follows it."""
+
+    running_norm: Tensor | None = None
+    num_batches_tracked: Tensor | None = None
+    momentum: float | None = 0.1  # None for a cumulative average
+    sync: bool = False  # over the batches of all ranks
+
+    def of(self, norms: Tensor) -> Tensor:
+        """E{‖x‖} of a map of patch norms (N, groups, …): (groups,). Moves the running average."""
+        mean = mean_over_ranks(norms) if self.sync else norms.mean([0, *range(2, norms.dim())])
+        self.track(mean.detach())
+        return mean
+
+    @torch.no_grad()
+    def track(self, mean: Tensor) -> None:
+        """Moves the running average, if there is one, unless this forward is a recomputation."""
+        if self.running_norm is None or self.num_batches_tracked is None:
+            return
+        track = _track_norm_op if torch.compiler.is_compiling() else _track_norm
+        track(mean, self.running_norm, self.num_batches_tracked, self.momentum)
 
 
 class _SumOverRanks(torch.autograd.Function):

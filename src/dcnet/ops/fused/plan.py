@@ -1,0 +1,135 @@
+"""How the epilogue's kernels go over an output: tiles, and the arguments that stay the same from call to call."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from dcnet.formulas import Choice, angulars, magnitudes
+from dcnet.ops.fused import formulas, gradient_kernel, kernels, sum_kernels
+from dcnet.ops.fused.fast import Launcher
+from dcnet.ops.fused.launch import Sizes, View, cdiv
+from dcnet.ops.inputs import RADIUS_FLOOR
+from dcnet.ops.operator import Operator, make_operator
+
+VECTORS = ("factor", "gain", "radius", "bias")  # per kernel, each there or not; their sums come in this order
+
+
+class Plan:
+    """The launchers for outputs of one shape, order and dtype, and one operator.
+
+    there: which of the `VECTORS` are there. radius: 1 for ρ, 2 for what is learned. mean: whether ρ is multiplied by E{‖x‖}.
+    """
+
+    def __init__(
+        self,
+        shape: Sizes,
+        stride: Sizes,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: int,
+        operator: Operator,
+        there: tuple[bool, ...],
+        radius: int,
+        mean: bool,
+    ) -> None:
+        self.channels, self.groups = shape[1], groups
+        view = View(shape, stride, groups)
+        self.count = view.batch * view.positions
+        self.kernels = view.kernels
+        bp, bk = view.blocks()
+        self.kernel_blocks = cdiv(view.kernels, bk)
+        self.columns = groups * self.kernel_blocks
+        position_blocks = cdiv(view.positions, bp)
+        self.tiles = view.batch * position_blocks
+        # Where sums are kept, programs share the tiles: enough of them to fill the device, few enough to add up.
+        wanted = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        self.programs = max(1, min(self.tiles, cdiv(wanted, self.columns)))
+
+        h, g = operator.magnitude, operator.angular
+        alpha_one = dict(operator.alpha_one) if operator.weighting == "separate" else {}
+        count_h, fixed_h, rows_h = formulas.arguments(h, alpha_one, 0)
+        count_g, fixed_g, rows_g = formulas.arguments(g, {}, len(h.learned))
+        half = dtype != torch.float32
+        of_h = (formulas.jit(h.formula, half), count_h, *fixed_h, *rows_h)
+        of_g = (formulas.jit(g.formula, half), count_g, *fixed_g, *rows_g)
+        sizes = (groups, view.kernels, view.positions, position_blocks, self.tiles, self.kernel_blocks)
+        factor, gain, _, bias = there
+        self.radius = (radius if h.formula.has_radius else 0, RADIUS_FLOOR, mean)
+        even = view.positions % bp == 0 and view.kernels % bk == 0
+        self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, bp, bk, even)
+        # where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none
+        places = (*_places(h, 2 + h.formula.has_radius), *_places(g, 2), len(h.learned))
+        self._gradient_arguments = (*self._arguments, view.batch * groups * view.positions, *places)
+        self.rows = sum(there) + len(operator.learned)
+        self.radius_row = sum(there[:2]) if there[2] else -1
+        # for the small kernels: blocks of programs × channels
+        self._small = (min(triton.next_power_of_2(self.programs), 64), 32)
+        self._launchers: dict[Any, Launcher] = {}
+
+    def launcher(self, *key: Any) -> Launcher:
+        """The launcher of that name and flags, made once."""
+        found = self._launchers.get(key)
+        if found is None:
+            name, *flags = key
+            found = self._launchers[key] = getattr(self, f"_{name}")(*flags)
+        return found
+
+    def _output(self, affine: bool, residual: bool, activation: int) -> Launcher:
+        return Launcher(kernels.forward, (self.tiles, self.columns), (*self._arguments, affine, residual, activation, False, False))
+
+    def _statistics(self, around: bool) -> Launcher:
+        return Launcher(kernels.forward, (self.programs, self.columns), (*self._arguments, False, False, 0, True, around))
+
+    def _reduce(self, residual: bool, activation: int) -> Launcher:
+        fixed = (*self._gradient_arguments, True, residual, activation, True, False, self.reduced(activation))
+        return Launcher(gradient_kernel.backward, (self.programs, self.columns), fixed)
+
+    def _gradients(self, affine: bool, activation: int, centred: bool) -> Launcher:
+        fixed = (*self._gradient_arguments, affine, False, activation, False, centred, self.rows)
+        return Launcher(gradient_kernel.backward, (self.programs, self.columns), fixed)
+
+    @staticmethod
+    def reduced(activation: int) -> int:
+        """How many rows of sums BatchNorm's gradient needs: β, γ, and PReLU's slope."""
+        return 3 if activation == 2 else 2
+
+    def _batch_norm(self, batch: bool, gamma: bool, beta: bool, running: bool, move: bool) -> Launcher:
+        fixed = (self.programs, self.channels, batch, gamma, beta, running, move, *self._small)
+        return Launcher(sum_kernels.batch_norm, (cdiv(self.channels, 32),), fixed)
+
+    def _batch_norm_gradient(self, activation: int) -> Launcher:
+        fixed = (self.programs, self.channels, self.reduced(activation), activation == 2, *self._small)
+        return Launcher(sum_kernels.batch_norm_gradient, (cdiv(self.channels, 32),), fixed)
+
+    def _vector_gradients(self) -> Launcher:
+        fixed = (self.programs, self.kernels, self.channels, self.rows, self.radius_row, *self.radius, *self._small)
+        return Launcher(sum_kernels.vector_gradients, (self.groups,), fixed, 8)
+
+
+PROGRAMS = 8  # on each multiprocessor
+
+plan = lru_cache(4096)(Plan)
+
+
+def _places(choice: Choice, first: int) -> Sequence[int]:
+    found = [first + choice.formula.learnable.index(name) for name in choice.learned]
+    return found + [-1] * (formulas.MOST_PARAMETERS - len(found))
+
+
+_OPERATORS: dict[tuple[str, str, str], Operator] = {}
+
+
+def operator_named(magnitude: str, angular: str, weighting: str) -> Operator:
+    """The operator of these names, parsed once as long as the formulas stay what they are."""
+    key = (magnitude, angular, weighting)
+    known = _OPERATORS.get(key)
+    if (
+        known is None
+        or magnitudes().get(known.magnitude.name) is not known.magnitude.formula
+        or angulars().get(known.angular.name) is not known.angular.formula
+    ):
+        known = _OPERATORS[key] = make_operator(magnitude, angular, weighting or None)
+    return known
