@@ -110,28 +110,32 @@ def test_a_users_formula_is_fused(catalogue):
 @pytest.mark.parametrize("name", SMALL)
 def test_registered_properly(name):
     """PyTorch's own check of schema, fake implementation and gradients."""
-    from dcnet.ops.fused import launch
-    from dcnet.ops.fused.dot_and_norm import dot_and_norm
-    from dcnet.ops.fused.epilogue import epilogue
+    from dcnet.ops.fused import launch, library
+    from dcnet.ops.fused.operation import Operands, Options
 
     case = SMALL[name]
     tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
     dims = case.dims
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     x = launch.dense(tensors["x"].detach()).requires_grad_()
-    geometry = ([1] * dims, [1] * dims, [1] * dims, case.arguments.get("groups", 1))
-    for wants_mean in (True, False):
-        torch.library.opcheck(dot_and_norm.op, (x, tensors["weight"], *geometry, 1e-4, wants_mean), test_utils=checks)
-    dot, norms, w_norm, mean, _ = (t.detach().requires_grad_() for t in dot_and_norm(x, tensors["weight"], *geometry, 1e-4, True))
+    groups, kernels = case.arguments.get("groups", 1), tensors["weight"].shape[0]
     k = tensors["k"].detach()[None].requires_grad_()
-    gamma, beta, running_mean, running_var, slope = (torch.rand(dot.shape[1], device=DEVICE) for _ in range(5))
-    vectors = (w_norm, None, tensors["radius"], None, mean, k)
-    plain = (*[None] * 6, 1, 0, 0.0, 0)
-    residual = torch.rand_like(dot).requires_grad_()
-    block = (gamma.requires_grad_(), beta.requires_grad_(), running_mean, running_var, residual, None, 2, 2, 1e-3, 1)
-    evaluation = (None, None, running_mean, running_var, None, slope.requires_grad_(), 2, 1, 1e-3, 2)
-    for finish in (plain, block, evaluation):
-        torch.library.opcheck(epilogue.op, (dot, norms, *vectors, *finish, "tanh", "sigmoid:k=learned", "linear"), test_utils=checks)
+    gamma, beta, running_mean, running_var, slope, bias = (torch.rand(kernels, device=DEVICE) for _ in range(6))
+    mean_norm = torch.rand(groups, device=DEVICE).requires_grad_()
+    geometry = ((1,) * dims, (1,) * dims, (1,) * dims, groups, 1e-4)
+    operator = ("tanh", "sigmoid:k=learned")
+
+    def check(tensors, *options):
+        checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(torch.ops.dcnet.decoupled.default, (*tensors, *Options(*geometry, *options)), test_utils=checks)
+
+    plain = Operands(x, tensors["weight"], bias.requires_grad_(), tensors["radius"], mean_norm, k, *[None] * 6)
+    check(plain, 1, 1, 0, 0.0, 0, *operator, "linear")
+    check(plain._replace(mean_norm=None), 1, 2, 0, 0.0, 0, *operator, "separate")
+    residual = torch.rand_like(library.decoupled(plain, Options(*geometry, 1, 1, 0, 0.0, 0, *operator, ""), library.NO_EFFECTS)[0]).requires_grad_()
+    parameters = {"gamma": gamma.requires_grad_(), "beta": beta.requires_grad_(), "running_mean": running_mean, "running_var": running_var}
+    block = plain._replace(mean_norm=None, **parameters)
+    check(block._replace(residual=residual), 2, 3, 2, 1e-3, 1, *operator, "joint")
+    check(block._replace(slope=slope.requires_grad_()), 2, 2, 1, 1e-3, 2, *operator, "")
 
 
 def test_second_derivatives_raise():

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _LazyConvXdMixin
 from torch.nn.parameter import UninitializedParameter
 
 from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, Finish, geometry
+from dcnet.ops import EPS, Finish, geometry, known_geometry
 
 
 class _DecoupledConv(Decoupled):
@@ -52,7 +53,8 @@ class _DecoupledConv(Decoupled):
 
     def forward(self, x: Tensor, finish: Finish | None = None) -> Tensor:
         """The decoupled convolution of x, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
-        where = geometry(self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, len(self.kernel_size))
+        make = geometry if torch.compiler.is_compiling() else known_geometry
+        where = make(self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, len(self.kernel_size))
         return self._decouple(x, where, finish)
 
 

@@ -11,7 +11,7 @@ from dcnet.ops.functional import (
     decoupled_conv3d,
     decoupled_linear,
 )
-from dcnet.ops.geometry import geometry
+from dcnet.ops.geometry import geometry, known_geometry
 from dcnet.ops.inputs import LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm
@@ -39,6 +39,7 @@ __all__ = [
     "distributed",
     "geometry",
     "kernel_norm",
+    "known_geometry",
     "make_operator",
     "patch_norm",
 ]

@@ -24,12 +24,12 @@ def check_impl(impl: object) -> None:
 def decouple_by(impl: str, inputs: Inputs) -> Tensor:
     """The decoupled convolution by that implementation; an explicit one that cannot run raises, and never falls back."""
     check_impl(impl)
+    reasons = reasons_against_fused(inputs) if impl == "fused" or (impl == "auto" and inputs.x.is_cuda) else []
     if impl == "auto":
-        impl = "fused" if inputs.x.is_cuda and not reasons_against_fused(inputs) else "eager"
+        impl = "fused" if inputs.x.is_cuda and not reasons else "eager"
     if impl != "fused":
         y = reference.decouple(inputs) if impl == "reference" else eager.decouple(inputs)
         return y if inputs.finish is None else inputs.finish.apply(y)
-    reasons = reasons_against_fused(inputs)
     if reasons:
         raise ValueError(f"impl='fused' cannot run here: {'; '.join(reasons)}")
     from dcnet.ops import fused  # needs Triton

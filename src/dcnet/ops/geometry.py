@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 
 import torch.nn.functional as F
@@ -84,6 +85,9 @@ def geometry(
         sides = tuple((p, p) for p in sizes("padding", padding, dims, 0))
     return Geometry(kernel_size, stride, sides, dilation, groups, padding_mode)
 
+
+# For layers, which ask for the same one in every forward; torch.compile follows the function itself.
+known_geometry = lru_cache(1024)(geometry)
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

@@ -43,13 +43,13 @@ class BatchMean:
         self.track(mean.detach())
         return mean
 
-    @torch.no_grad()
     def track(self, mean: Tensor) -> None:
         """Moves the running average, if there is one, unless this forward is a recomputation."""
         if self.running_norm is None or self.num_batches_tracked is None:
             return
         track = _track_norm_op if torch.compiler.is_compiling() else _track_norm
-        track(mean, self.running_norm, self.num_batches_tracked, self.momentum)
+        with torch.no_grad():
+            track(mean, self.running_norm, self.num_batches_tracked, self.momentum)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -6,10 +6,14 @@ pointers and the floats, which do not matter for the variant; from the second la
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_DTYPE, _ADDRESS = attrgetter("dtype"), Tensor.data_ptr
 
 
 class Launcher:
@@ -30,12 +34,13 @@ class Launcher:
         return self._run(pointers, floats)
 
     def _run(self, pointers: Sequence[Tensor], floats: tuple[float, ...]) -> None:
-        key = tuple([p.dtype for p in pointers])
+        key = tuple(map(_DTYPE, pointers))
         variant = self.variants.get(key)
-        addresses = [p.data_ptr() for p in pointers]
-        if variant is None or any([a & 15 for a in addresses]):
+        addresses = list(map(_ADDRESS, pointers))
+        aligned = reduce(or_, addresses) % 16 == 0
+        if variant is None or not aligned:
             compiled = self.kernel[self.grid](*pointers, *floats, *self.fixed, num_warps=self.warps)
-            if compiled is not None and not any([a & 15 for a in addresses]):  # None in the interpreter
+            if compiled is not None and aligned:  # None in the interpreter
                 self.variants[key] = compiled
             return
         stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)

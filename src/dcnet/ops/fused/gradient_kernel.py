@@ -63,6 +63,7 @@ def backward(
     BP: tl.constexpr,
     BK: tl.constexpr,
     EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
     rows,
     HL0: tl.constexpr,
     HL1: tl.constexpr,
@@ -107,7 +108,7 @@ def backward(
     sum_0, sum_1, sum_2, sum_3 = nothing, nothing, nothing, nothing
     sum_h0, sum_h1, sum_h2, sum_g0, sum_g1, sum_g2 = nothing, nothing, nothing, nothing, nothing, nothing
     offsets = p[:, None] * d_p + k[None, :] * d_k
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P

@@ -151,6 +151,7 @@ def forward(
     BP: tl.constexpr,
     BK: tl.constexpr,
     EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
     AFFINE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -180,7 +181,7 @@ def forward(
         sum_y = tl.zeros((BP, BK), tl.float32)
         sum_yy = tl.zeros((BP, BK), tl.float32)
     offsets = p[:, None] * d_p + k[None, :] * d_k
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P

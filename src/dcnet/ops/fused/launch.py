@@ -36,14 +36,14 @@ class View:
         else:
             self.batch, self.positions, self.stride = batch, positions, channels * positions
 
-    def blocks(self) -> tuple[int, int]:
-        """Sizes of a tile, positions × kernels."""
+    def blocks(self, size: int) -> tuple[int, int]:
+        """How a tile of that many elements is made up, positions × kernels."""
         if self.rows_first:  # the widest block that wastes little of itself: 96 kernels are 3 × 32, not 1 × 128
             wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (128, 64, 32, 16, 8, 4, 2, 1)}
             bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
         else:
             bk = min(triton.next_power_of_2(self.kernels), 32)
-        bp = max(1, min(4096 // bk, triton.next_power_of_2(self.positions)))
+        bp = max(1, min(size // bk, triton.next_power_of_2(self.positions)))
         return bp, bk
 
     def channel_blocks(self) -> tuple[int, int]:
@@ -145,20 +145,21 @@ class NormPlan:
 
     def _of_mean(self, track: bool, cumulative: bool) -> Launcher:
         block = min(1024, triton.next_power_of_2(self.programs))
-        return Launcher(sum_kernels.mean_norm, (self.groups,), (self.programs, track, cumulative, block))
+        return Launcher(sum_kernels.mean_norm, (self.groups,), (self.programs, track, cumulative, self.groups == 1, block))
 
-    def _of_box_gradient(self, mean: bool) -> Launcher:
+    def _of_box_gradient(self, maps: int, means: int) -> Launcher:
         total = self.shape[0] * math.prod(self.shape[2:])
-        fixed = (self.groups, total, *self.sizes, *self.geometry, total > _SHORT, mean, _BLOCK)
+        rows = math.prod(self.output)
+        fixed = (self.groups, total, rows, *self.sizes, *self.geometry, total > _SHORT, maps, means, triton.next_power_of_2(max(1, means)), _BLOCK)
         return Launcher(norm_kernels.box_backward, (cdiv(total, _BLOCK), self.groups), fixed, _BOX_WARPS)
 
-    def _of_product(self, add: bool) -> Launcher:
+    def _of_product(self) -> Launcher:
         view = self.view
         bp, bc = view.channel_blocks()
         blocks = cdiv(view.positions, bp)
         strides = (view.stride, view.channel, view.position)
         grid = (view.batch * self.groups * blocks, cdiv(view.kernels, bc))
-        return Launcher(norm_kernels.add_product, grid, (self.groups, view.kernels, view.positions, blocks, *strides, *strides, add, bp, bc))
+        return Launcher(norm_kernels.add_product, grid, (self.groups, view.kernels, view.positions, blocks, *strides, *strides, bp, bc))
 
 
 _BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
@@ -171,38 +172,43 @@ def _three(values: Any, missing: int) -> list[int]:
     return [missing] * (3 - len(values)) + list(values)
 
 
-def patch_norms(x: Tensor, plan: NormPlan, eps: float, wants_mean: bool, tracked: BatchMean | None = None) -> tuple[Tensor, Tensor]:
-    """‖x‖ of every patch and group, (N, groups, …), and their mean, (groups,), if it is wanted (empty if not).
-
-    `tracked` has a running average, which follows the mean unless this is a recomputation.
-    """
+def patch_norms(x: Tensor, plan: NormPlan, eps: float, wants_sums: bool) -> tuple[Tensor, Tensor | None]:
+    """‖x‖ of every patch and group, (N, groups, …), and sums of them, (groups, programs), if they are wanted."""
     kind: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    n = torch.empty(plan.output, **kind)
-    mean = torch.empty(plan.groups if wants_mean else 0, **kind)
-    if n.numel() == 0:
-        return n, mean.fill_(math.nan)  # as the mean of nothing is
-    q = torch.empty(plan.squares, **kind)
-    sums = torch.empty((plan.groups, plan.programs), **kind) if wants_mean else mean
-    plan.launcher("of_squares")((x, q))
-    plan.launcher("of_box", wants_mean)((q, n, sums), eps)
-    if wants_mean:
-        track = tracked is not None and tracked.running_norm is not None and not recomputing()
-        momentum = tracked.momentum if tracked is not None and tracked.momentum is not None else 0.0
-        buffers = (tracked.running_norm, tracked.num_batches_tracked) if track else (mean, mean)  # type: ignore[union-attr]
-        cumulative = tracked is not None and tracked.momentum is None
-        plan.launcher("of_mean", track, cumulative)((sums, mean, *buffers), float(plan.count), momentum)
-        if track:
-            buffers[1].add_(1)
-    return n, mean
+    n, q = torch.empty(plan.output, **kind), torch.empty(plan.squares, **kind)
+    sums = torch.empty((plan.groups, plan.programs), **kind) if wants_sums else None
+    if n.numel():
+        plan.launcher("of_squares")((x, q))
+        plan.launcher("of_box", wants_sums)((q, n, either(sums, n)), eps)
+    return n, sums
 
 
-def patch_norms_backward(e: Tensor, e_mean: Tensor | None, x: Tensor, n: Tensor, plan: NormPlan, grad: Tensor | None) -> Tensor:
-    """The gradient in x, added to `grad` in place where one is given."""
-    total = grad if grad is not None else torch.empty_like(x)
+def batch_mean(sums: Tensor, plan: NormPlan, tracked: BatchMean | None) -> Tensor:
+    """E{‖x‖} of each group, (groups,), out of the sums; the running average of `tracked` follows unless this is a recomputation."""
+    mean = torch.empty(plan.groups, dtype=torch.float32, device=sums.device)
+    running = batches = mean
+    momentum = None
+    track = False
+    if tracked is not None and tracked.running_norm is not None and tracked.num_batches_tracked is not None and not recomputing():
+        running, batches, momentum, track = tracked.running_norm, tracked.num_batches_tracked, tracked.momentum, True
+    launcher = plan.launcher("of_mean", track, momentum is None)
+    launcher((sums, mean, running, batches), float(plan.count), 0.0 if momentum is None else momentum)
+    if track and plan.groups > 1:
+        batches.add_(1)
+    return mean
+
+
+def patch_norms_backward(e: Tensor, e_mean: Tensor | None, share: float, x: Tensor, n: Tensor, plan: NormPlan, grad: Tensor) -> Tensor:
+    """The gradient in x added to `grad`, in place where its memory order allows.
+
+    e is one or several maps like n, to be added up. e_mean (groups, parts), to be added up too, is the gradient of something
+    of which every norm has that share.
+    """
     if x.numel() == 0 or n.numel() == 0:
-        return total if grad is not None else total.zero_()
+        return grad
     t = torch.empty(plan.squares, dtype=torch.float32, device=x.device)
-    plan.launcher("of_box_gradient", e_mean is not None)((e.contiguous(), n, either(e_mean, n), t), 1.0 / plan.count)
-    total = like(total, x)
-    plan.launcher("of_product", grad is not None)((total, x, t))
-    return total
+    means = 0 if e_mean is None else e_mean.shape[1]
+    plan.launcher("of_box_gradient", e.numel() // n.numel(), means)((e, n, either(e_mean, n), t), share)
+    grad = like(grad, x)
+    plan.launcher("of_product")((grad, x, t))
+    return grad

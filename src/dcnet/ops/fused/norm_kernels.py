@@ -136,6 +136,7 @@ def box_backward(
     share,
     groups,
     total,
+    rows,
     ID,
     IH,
     IW,
@@ -155,12 +156,14 @@ def box_backward(
     KH: tl.constexpr,
     KW: tl.constexpr,
     LONG: tl.constexpr,
-    MEAN: tl.constexpr,
+    MAPS: tl.constexpr,
+    MEANS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """t = Σ over the windows that hold a position of e/n; the gradient in x is then x·t.
 
-    With MEAN, e also has every norm's `share` of the gradient of E{‖x‖}.
+    e is the sum of MAPS maps of `rows` elements each, plus every norm's `share` of the gradient of E{‖x‖}, itself a sum of MEANS ≤ PARTS numbers.
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)
@@ -175,8 +178,9 @@ def box_backward(
     m = b.to(tl.int64) * groups + g
     start = m * (OD * OH * OW)
     everywhere = 0.0
-    if MEAN:
-        everywhere = tl.load(e_mean + g).to(tl.float32) * share
+    if MEANS > 0:
+        part = tl.arange(0, PARTS)
+        everywhere = tl.sum(tl.load(e_mean + g * MEANS + part, mask=part < MEANS, other=0.0), 0) * share
     sum = tl.zeros((BLOCK,), tl.float32)
     for kd in tl.static_range(KD):
         for kh in tl.static_range(KH):
@@ -189,13 +193,16 @@ def box_backward(
                 at = start + ((zd // SD) * OH + zh // SH) * OW + zw // SW
                 n = tl.load(n_ptr + at, mask=ok, other=0.0)
                 e = tl.load(e_ptr + at, mask=ok, other=0.0) + everywhere
+                for _ in tl.static_range(1, MAPS):
+                    at += rows
+                    e += tl.load(e_ptr + at, mask=ok, other=0.0)
                 sum += tl.where(n > 0.0, e / n, 0.0)
     tl.store(t_ptr + m * (ID * IH * IW) + (d * IH + h) * IW + w, sum, mask=inside)
 
 
 @triton.jit
-def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b, x_c, x_p, ADD: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """grad += x·t in place (or grad = x·t), t (batch, groups, positions)."""
+def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
+    """grad += x·t in place, t (batch, groups, positions)."""
     pid = tl.program_id(0)
     block = pid % blocks
     g = (pid // blocks) % groups
@@ -210,6 +217,5 @@ def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b
     inside = in_p[:, None] & (c < C)[None, :]
     grad = tl.load(x_base + p[:, None] * x_p + c[None, :] * x_c, mask=inside, other=0.0).to(tl.float32) * t[:, None]
     at = g_base + p[:, None] * g_p + c[None, :] * g_c
-    if ADD:
-        grad += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    grad += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(at, grad.to(grad_ptr.dtype.element_ty), mask=inside)

@@ -1,11 +1,11 @@
 """How the epilogue's kernels go over an output: tiles, and the arguments that stay the same from call to call."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from dcnet.formulas import Choice, angulars, magnitudes
 from dcnet.ops.fused import formulas, gradient_kernel, kernels, sum_kernels
@@ -13,6 +13,9 @@ from dcnet.ops.fused.fast import Launcher
 from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
+
+PROGRAMS, STAGES, TILE = 4, 3, 2048  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile
+_CHANNELS = 16  # of a program of the small kernels
 
 VECTORS = ("factor", "gain", "radius", "bias")  # per kernel, each there or not; their sums come in this order
 
@@ -39,12 +42,12 @@ class Plan:
         view = View(shape, stride, groups)
         self.count = view.batch * view.positions
         self.kernels = view.kernels
-        bp, bk = view.blocks()
+        bp, bk = view.blocks(TILE)
         self.kernel_blocks = cdiv(view.kernels, bk)
         self.columns = groups * self.kernel_blocks
         position_blocks = cdiv(view.positions, bp)
         self.tiles = view.batch * position_blocks
-        # Where sums are kept, programs share the tiles: enough of them to fill the device, few enough to add up.
+        # Programs share the tiles: enough of them to fill the device, few enough to add up what they leave.
         wanted = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self.programs = max(1, min(self.tiles, cdiv(wanted, self.columns)))
 
@@ -59,14 +62,15 @@ class Plan:
         factor, gain, _, bias = there
         self.radius = (radius if h.formula.has_radius else 0, RADIUS_FLOOR, mean)
         even = view.positions % bp == 0 and view.kernels % bk == 0
-        self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, bp, bk, even)
+        self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, bp, bk, even, STAGES)
         # where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none
         places = (*_places(h, 2 + h.formula.has_radius), *_places(g, 2), len(h.learned))
         self._gradient_arguments = (*self._arguments, view.batch * groups * view.positions, *places)
         self.rows = sum(there) + len(operator.learned)
         self.radius_row = sum(there[:2]) if there[2] else -1
         # for the small kernels: blocks of programs × channels
-        self._small = (min(triton.next_power_of_2(self.programs), 64), 32)
+        self._small = (min(triton.next_power_of_2(self.programs), 256), _CHANNELS)
+        self.mean_parts = self.parts(view.kernels)
         self._launchers: dict[Any, Launcher] = {}
 
     def launcher(self, *key: Any) -> Launcher:
@@ -78,7 +82,7 @@ class Plan:
         return found
 
     def _output(self, affine: bool, residual: bool, activation: int) -> Launcher:
-        return Launcher(kernels.forward, (self.tiles, self.columns), (*self._arguments, affine, residual, activation, False, False))
+        return Launcher(kernels.forward, (self.programs, self.columns), (*self._arguments, affine, residual, activation, False, False))
 
     def _statistics(self, around: bool) -> Launcher:
         return Launcher(kernels.forward, (self.programs, self.columns), (*self._arguments, False, False, 0, True, around))
@@ -92,31 +96,47 @@ class Plan:
         return Launcher(gradient_kernel.backward, (self.programs, self.columns), fixed)
 
     @staticmethod
+    def parts(kernels: int) -> int:
+        """In how many parts the gradient of E{‖x‖} comes, for so many kernels of a group."""
+        return cdiv(kernels, _CHANNELS)
+
+    @staticmethod
     def reduced(activation: int) -> int:
         """How many rows of sums BatchNorm's gradient needs: β, γ, and PReLU's slope."""
         return 3 if activation == 2 else 2
 
     def _batch_norm(self, batch: bool, gamma: bool, beta: bool, running: bool, move: bool) -> Launcher:
         fixed = (self.programs, self.channels, batch, gamma, beta, running, move, *self._small)
-        return Launcher(sum_kernels.batch_norm, (cdiv(self.channels, 32),), fixed)
+        return Launcher(sum_kernels.batch_norm, (cdiv(self.channels, _CHANNELS),), fixed)
 
     def _batch_norm_gradient(self, activation: int) -> Launcher:
         fixed = (self.programs, self.channels, self.reduced(activation), activation == 2, *self._small)
-        return Launcher(sum_kernels.batch_norm_gradient, (cdiv(self.channels, 32),), fixed)
+        return Launcher(sum_kernels.batch_norm_gradient, (cdiv(self.channels, _CHANNELS),), fixed)
 
     def _vector_gradients(self) -> Launcher:
         fixed = (self.programs, self.kernels, self.channels, self.rows, self.radius_row, *self.radius, *self._small)
-        return Launcher(sum_kernels.vector_gradients, (self.groups,), fixed, 8)
-
-
-PROGRAMS = 8  # on each multiprocessor
-
-plan = lru_cache(4096)(Plan)
+        return Launcher(sum_kernels.vector_gradients, (self.groups, self.mean_parts), fixed)
 
 
 def _places(choice: Choice, first: int) -> Sequence[int]:
     found = [first + choice.formula.learnable.index(name) for name in choice.learned]
     return found + [-1] * (formulas.MOST_PARAMETERS - len(found))
+
+
+_PLANS: dict[Any, tuple[Operator, Plan]] = {}
+
+
+def plan_of(dot: Tensor, groups: int, names: tuple[str, str, str], there: tuple[bool, ...], radius: int, mean: bool) -> Plan:
+    """The plan for this output, made once."""
+    operator = operator_named(*names)
+    # strides too: with 1×1 maps or one channel, several orders have the same strides
+    key = (dot.shape, dot.stride(), dot.dtype, dot.device, groups, names, there, radius, mean)
+    found = _PLANS.get(key)
+    if found is None or found[0] is not operator:
+        if len(_PLANS) >= 4096:  # shapes that never come again
+            _PLANS.clear()
+        found = _PLANS[key] = operator, Plan(dot.shape, dot.stride(), dot.dtype, dot.device, groups, operator, there, radius, mean)
+    return found[1]
 
 
 _OPERATORS: dict[tuple[str, str, str], Operator] = {}

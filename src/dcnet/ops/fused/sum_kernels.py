@@ -20,8 +20,23 @@ def total(sums, row, ROWS: tl.constexpr, channels, programs, ch, inside, BR: tl.
 
 
 @triton.jit
-def mean_norm(sums, mean, running_norm, batches, count, momentum, programs, TRACK: tl.constexpr, CUMULATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """E{‖x‖} of each group out of sums (groups, programs); with TRACK, its running average takes a step (`batches` were seen before)."""
+def mean_norm(
+    sums,
+    mean,
+    running_norm,
+    batches,
+    count,
+    momentum,
+    programs,
+    TRACK: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    TALLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """E{‖x‖} of each group out of sums (groups, programs); with TRACK, its running average takes a step.
+
+    `batches` were seen before; TALLY counts this one, which only a single program can do.
+    """
     g = tl.program_id(0)
     sum = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, programs, BLOCK):
@@ -36,6 +51,8 @@ def mean_norm(sums, mean, running_norm, batches, count, momentum, programs, TRAC
             share = tl.where(seen == 1.0, 1.0, momentum)  # the first batch is taken as it is
         old = tl.load(running_norm + g).to(tl.float32)
         tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty))
+        if TALLY:
+            tl.store(batches, seen.to(batches.dtype.element_ty))
 
 
 @triton.jit
@@ -139,25 +156,22 @@ def vector_gradients(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """gradients (ROWS, channels) of the per-kernel vectors, and grad_mean (groups,) of E{‖x‖}; one program for each group.
+    """gradients (ROWS, channels) of the per-kernel vectors, and grad_mean (groups, programs) of E{‖x‖}, to be added up.
 
     The radius' sums are of ρ·E{‖x‖}: here they become the gradients of E and of ρ, or of what is learned, ρ = raw² + FLOOR.
     """
     g = tl.program_id(0)
-    of_mean = tl.zeros((1, BC), tl.float32)
-    for first in range(0, K, BC):
-        k = first + tl.arange(0, BC)
-        inside = k < K
-        ch = g * K + k
-        for row in tl.static_range(ROWS):
-            sum = total(sums, row, ROWS, channels, programs, ch, inside, BR, BC)[None, :]
-            if row == RADIUS_ROW:
-                if MEAN:
-                    average = tl.load(mean + g).to(tl.float32)
-                    of_mean += tl.where(average > 0.0, rho_of(radius, RADIUS, FLOOR, ch, inside) * sum, 0.0)
-                    sum = sum * average
-                if RADIUS == 2:
-                    sum = sum * 2.0 * vector(radius, True, ch, inside, 1.0)
-            tl.store(gradients + row * channels + ch[None, :], sum, mask=inside[None, :])
-    if MEAN:
-        tl.store(grad_mean + g, tl.sum(tl.sum(of_mean, 1), 0))
+    k = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = k < K
+    ch = g * K + k
+    for row in tl.static_range(ROWS):
+        sum = total(sums, row, ROWS, channels, programs, ch, inside, BR, BC)[None, :]
+        if row == RADIUS_ROW:
+            if MEAN:
+                average = tl.load(mean + g).to(tl.float32)
+                of_mean = tl.where(average > 0.0, rho_of(radius, RADIUS, FLOOR, ch, inside) * sum, 0.0)
+                tl.store(grad_mean + g * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(of_mean, 1), 0))
+                sum = sum * average
+            if RADIUS == 2:
+                sum = sum * 2.0 * vector(radius, True, ch, inside, 1.0)
+        tl.store(gradients + row * channels + ch[None, :], sum, mask=inside[None, :])

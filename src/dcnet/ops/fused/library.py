@@ -1,0 +1,144 @@
+"""The decoupled convolution for autograd: an ordinary function in eager mode, `torch.library` operators for compiled graphs.
+
+Going through `torch.library` costs a third of a millisecond a call in eager mode, more than many of our kernels. A registered operator with
+a gradient may not write to its inputs either, so in a compiled graph the running averages move afterwards; in eager mode the kernels
+move them on the way.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dcnet.ops.fused import operation
+from dcnet.ops.fused.operation import OF_BATCH, OF_RANKS, Effects, Gradients, Kept, Operands, Options
+
+TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
+NO_EFFECTS = Effects(None, None)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: Options, effects: Effects, *tensors: Tensor | None) -> Tensor:
+        operands = Operands(*tensors)  # type: ignore[arg-type]
+        out, kept = operation.forward(operands, options, effects)
+        ctx.options, ctx.residual = options, operands.residual is not None
+        ctx.save_for_backward(*operation.saved(operands), *kept, _wanted_output(out, operands, options))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+        saved, options = ctx.saved_tensors, ctx.options
+        operands, kept = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:-1])
+        wanted = ctx.needs_input_grad[2:]
+        gradients = operation.backward(e, operands, kept, saved[-1], options, ctx.residual, *wanted[:2])
+        return None, None, *operation.operand_gradients(gradients, e, operands, options, wanted)
+
+
+def _wanted_output(out: Tensor, operands: Operands, options: Options) -> Tensor | None:
+    """The output where backward needs it; elsewhere the sign before the activation is computed again."""
+    return out if operands.residual is not None and options.activation != 0 else None
+
+
+def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The output; in a compiled graph also E{‖x‖} and BatchNorm's statistics, for averages that are still to be moved."""
+    if not torch.compiler.is_compiling():
+        return _Eager.apply(options, effects, *operands), None, None
+    out, *kept = torch.ops.dcnet.decoupled(*operands, *options)
+    return out, kept[Kept._fields.index("mean")], kept[Kept._fields.index("norm")]
+
+
+# -- for compiled graphs -----------------------------------------------------------------------------------------------
+
+_OPTIONS = (
+    "int[] stride, int[] padding, int[] dilation, int groups, float eps, int radius_kind, int mean_kind, int follows, float norm_eps, "
+    "int activation, str magnitude, str angular, str weighting"
+)
+_OPERANDS = "Tensor x, Tensor weight, " + ", ".join(f"Tensor? {name}" for name in Operands._fields[2:])
+_KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
+_LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    out, kept = operation.forward(Operands(*arguments[:TENSORS]), Options(*arguments[TENSORS:]), NO_EFFECTS)
+    if kept.factor is kept.w_norm:  # an operator may not give the same tensor twice
+        kept = kept._replace(factor=kept.w_norm.clone())
+    return out, *kept
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    t, o = Operands(*arguments[:TENSORS]), Options(*arguments[TENSORS:])
+    unit = torch.empty_like(t.weight, dtype=t.x.dtype)
+    dot = operation.convolution(t.x, unit, o)
+    kernels = t.weight.shape[0]
+
+    def floats(*shape: Any) -> Tensor:
+        return t.x.new_empty(shape, dtype=torch.float32)
+
+    mean = floats({OF_BATCH: o.groups, OF_RANKS: o.groups + 1}.get(o.mean_kind, 0))
+    factor = floats(kernels if o.weighting in ("linear", "separate") else 0)
+    norms = floats(t.x.shape[0], o.groups, *dot.shape[2:])
+    return torch.empty_like(dot), dot, norms, unit, floats(kernels), mean, factor, floats(5 if o.follows else 0, kernels)
+
+
+def _backward(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
+    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
+    gradients = operation.backward(e, t, kept, out, o, residual, want_x, want_weight)
+    return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _backward_fake(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
+    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
+    rows = int(bool(o.weighting)) + sum(v is not None for v in (t.radius, t.bias)) + (0 if t.learned is None else t.learned.shape[0])
+    kernels = t.weight.shape[0]
+    parts = operation.Plan.parts(kernels // o.groups)
+
+    def floats(*shape: Any) -> Tensor:
+        return e.new_empty(shape, dtype=torch.float32)
+
+    return (
+        torch.empty_like(t.x) if want_x else e.new_empty(0),
+        torch.empty_like(t.weight) if want_weight else e.new_empty(0),
+        floats(rows, kernels),
+        floats(o.groups if o.mean_kind != operation.NO_MEAN else 0, parts),
+        floats(operation.Plan.reduced(o.activation) if o.follows else 0, kernels),
+        torch.empty_like(kept.dot) if residual and o.activation != 0 else e.new_empty(0),
+    )
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    operands, ctx.options = Operands(*inputs[:TENSORS]), Options(*inputs[TENSORS:])
+    out, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.set_materialize_grads(False)
+    ctx.residual = operands.residual is not None
+    ctx.save_for_backward(*operation.saved(operands), *kept, _wanted_output(out, operands, ctx.options))
+
+
+def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if e is None:
+        return (None,) * (TENSORS + len(ctx.options))
+    *saved, out = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:TENSORS]
+    gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, out, ctx.residual, *wanted[:2], *saved, *ctx.options))
+    by_operand = operation.operand_gradients(gradients, e, Operands(*saved[:TENSORS]), ctx.options, wanted)
+    return *[gradient if want else None for gradient, want in zip(by_operand, wanted, strict=True)], *[None] * len(ctx.options)
+
+
+def _register(name: str, signature: str, implementation: Any, fake: Any) -> None:
+    # Defined directly rather than by `torch.library.custom_op`, whose checks of every call cost more than the launches.
+    _LIBRARY.define(f"{name}({signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dcnet::{name}", fake, lib=_LIBRARY)
+
+
+_register("decoupled", f"{_OPERANDS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + KEPT))})", _forward, _forward_fake)
+_register(
+    "decoupled_backward",  # without a gradient: a second derivative is an error, not a wrong number
+    f"Tensor e, Tensor? out, bool residual, bool want_x, bool want_weight, {_OPERANDS}, {_KEPT}, {_OPTIONS}) -> ({', '.join(['Tensor'] * len(Gradients._fields))})",
+    _backward,
+    _backward_fake,
+)
+torch.library.register_autograd("dcnet::decoupled", _gradient, setup_context=_context, lib=_LIBRARY)
