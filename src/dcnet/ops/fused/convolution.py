@@ -9,7 +9,7 @@ from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, Finish
 from dcnet.ops.fused.launch import dense
 from dcnet.ops.fused.library import decoupled
-from dcnet.ops.fused.operation import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options
+from dcnet.ops.fused.operation import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
 from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
@@ -63,7 +63,7 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     if radius is not None and isinstance(inputs.mean_norm, BatchMean):
         mean_kind, tracked = OF_RANKS if inputs.mean_norm.sync else OF_BATCH, inputs.mean_norm
     elif radius is not None and inputs.mean_norm is not None:
-        mean_kind, given = GIVEN, inputs.mean_norm
+        mean_kind, given = GIVEN, inputs.mean_norm.float().contiguous()
     learned = torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None
 
     residual = None if finish.residual is None else finish.residual.to(x.dtype)
@@ -76,11 +76,14 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     operands = Operands(
         x, weight, inputs.bias, radius, given, learned, finish.gamma, finish.beta, finish.running_mean, finish.running_var, residual, slope
     )
-    out, mean, norm = decoupled(operands, options, Effects(tracked, finish.momentum if moves else None))
-    if mean is not None and tracked is not None:
-        tracked.track(mean[: where.groups])
-    if norm is not None and moves:
-        _move(finish, norm, out.numel() // out.shape[1])
+    out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum if moves else None))
+    if vectors is not None:
+        kernels = weight.shape[0]
+        at = places(kernels, where.groups, mean_kind, follows, operator.names[2])
+        if tracked is not None:
+            tracked.track(vectors[at.mean : at.mean + where.groups])
+        if moves:
+            _move(finish, vectors[at.norm : at.norm + 2 * kernels].view(2, kernels), out.numel() // kernels)
     return out
 
 

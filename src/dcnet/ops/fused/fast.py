@@ -1,8 +1,11 @@
-"""Launching a kernel again without asking Triton again.
+"""Launching a kernel again without asking Triton again, on memory allocated once.
 
 Triton works out from every argument which compiled variant to run, which takes longer than most of our kernels do. The
 variant depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all but the
 pointers and the floats, which do not matter for the variant; from the second launch on it runs the variant directly.
+
+An allocation costs as much as a launch. So the many small float32 buffers of a call are pieces of few tensors: a piece is
+(tensor, offset in elements), and a kernel takes its tensors first, then its pieces, then floats.
 """
 
 from collections.abc import Sequence
@@ -13,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Piece = tuple[Tensor, int]
+
 _DTYPE, _ADDRESS = attrgetter("dtype"), Tensor.data_ptr
+_ALIGNED = 4  # float32 elements: what a kernel loads at once
+
+
+def aligned(size: int) -> int:
+    """The size rounded up, so that the next piece starts where a pointer may."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class Launcher:
@@ -25,24 +36,18 @@ class Launcher:
         self.kernel, self.grid, self.fixed, self.warps = kernel, (*grid, 1, 1)[:3], tuple(fixed), warps
         self.variants: dict[tuple[torch.dtype, ...], Any] = {}
 
-    def __call__(self, pointers: Sequence[Tensor], *floats: float) -> None:
-        """Runs the kernel on the current stream of the device the tensors are on."""
-        device = pointers[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self._run(pointers, floats)
-        return self._run(pointers, floats)
-
-    def _run(self, pointers: Sequence[Tensor], floats: tuple[float, ...]) -> None:
-        key = tuple(map(_DTYPE, pointers))
+    def __call__(self, tensors: Sequence[Tensor], pieces: Sequence[Piece], *floats: float) -> None:
+        """Runs the kernel on the current stream of the current device."""
+        key = tuple(map(_DTYPE, tensors))
         variant = self.variants.get(key)
-        addresses = list(map(_ADDRESS, pointers))
-        aligned = reduce(or_, addresses) % 16 == 0
-        if variant is None or not aligned:
-            compiled = self.kernel[self.grid](*pointers, *floats, *self.fixed, num_warps=self.warps)
-            if compiled is not None and aligned:  # None in the interpreter
+        addresses = [*map(_ADDRESS, tensors), *[tensor.data_ptr() + 4 * offset for tensor, offset in pieces]]
+        usual = reduce(or_, addresses) % 16 == 0
+        if variant is None or not usual:
+            views = [tensor.view(-1)[offset:] if offset else tensor for tensor, offset in pieces]
+            compiled = self.kernel[self.grid](*tensors, *views, *floats, *self.fixed, num_warps=self.warps)
+            if compiled is not None and usual:  # None in the interpreter
                 self.variants[key] = compiled
             return
-        stream = torch._C._cuda_getCurrentRawStream(pointers[0].device.index)
+        stream = torch._C._cuda_getCurrentRawStream(pieces[0][0].device.index)
         # no metadata and no hooks: those are for Triton's profiler
         variant.run(*self.grid, stream, variant.function, variant.packed_metadata, None, None, None, *addresses, *floats, *self.fixed)

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from dcnet.ops.fused import norm_kernels, sum_kernels
-from dcnet.ops.fused.fast import Launcher
+from dcnet.ops.fused.fast import Launcher, Piece, aligned
 from dcnet.ops.mean_norm import BatchMean, recomputing
 
 Sizes = tuple[int, ...]
@@ -90,19 +90,18 @@ def _kernel_launchers(kernels: int, size: int, has_norm: bool) -> tuple[Launcher
     return forward, Launcher(norm_kernels.normalise_backward, (kernels,), (size, has_norm, block))
 
 
-def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """w/‖w‖ in the dtype asked for, in the memory order of w, and ‖w‖ in float32."""
+def unit_kernel(weight: Tensor, norm: Piece, eps: float, dtype: torch.dtype) -> Tensor:
+    """w/‖w‖ in the dtype asked for, in the memory order of w; and ‖w‖ into `norm`."""
     unit = torch.empty_like(weight, dtype=dtype)
-    norm = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    _kernel_launchers(weight.shape[0], math.prod(weight.shape[1:]), False)[0]((weight, unit, norm), eps)
-    return unit, norm
+    _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], False)[0]((weight, unit), (norm,), eps)
+    return unit
 
 
-def unit_kernel_backward(weight: Tensor, norm: Tensor, e: Tensor, e_norm: Tensor | None) -> Tensor:
+def unit_kernel_backward(weight: Tensor, norm: Piece, e: Tensor, e_norm: Piece | None) -> Tensor:
     """The gradient in w of `unit_kernel`."""
     grad = torch.empty_like(weight)
-    launcher = _kernel_launchers(weight.shape[0], math.prod(weight.shape[1:]), e_norm is not None)[1]
-    launcher((weight, norm, like(e, weight), either(e_norm, norm), grad))
+    launcher = _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], e_norm is not None)[1]
+    launcher((weight, like(e, weight), grad), (norm, norm if e_norm is None else e_norm))
     return grad
 
 
@@ -114,12 +113,14 @@ class NormPlan:
         sizes = shape[2:]
         positions = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
         self.output = (shape[0], groups, *positions)
-        self.squares = (shape[0], groups, *sizes)
         self.count = shape[0] * math.prod(positions)  # of the norms of one group
         self.view = View(shape, strides, groups)
         self.geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
         self.sizes = (*_three(sizes, 1), *_three(positions, 1))
         self.programs = cdiv(self.count, _BLOCK)
+        # scratch: sums of squares over channels (in backward, what multiplies x), then sums of norms
+        self.squares = aligned(shape[0] * groups * math.prod(sizes))
+        self.scratch = self.squares + aligned(groups * self.programs)
         self._launchers: dict[Any, Launcher] = {}
 
     def launcher(self, *key: Any) -> Launcher:
@@ -172,43 +173,37 @@ def _three(values: Any, missing: int) -> list[int]:
     return [missing] * (3 - len(values)) + list(values)
 
 
-def patch_norms(x: Tensor, plan: NormPlan, eps: float, wants_sums: bool) -> tuple[Tensor, Tensor | None]:
-    """‖x‖ of every patch and group, (N, groups, …), and sums of them, (groups, programs), if they are wanted."""
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    n, q = torch.empty(plan.output, **kind), torch.empty(plan.squares, **kind)
-    sums = torch.empty((plan.groups, plan.programs), **kind) if wants_sums else None
+def patch_norms(x: Tensor, plan: NormPlan, eps: float, scratch: Tensor, wants_sums: bool) -> Tensor:
+    """‖x‖ of every patch and group, (N, groups, …); sums of them stay in the scratch if they are wanted."""
+    n = torch.empty(plan.output, dtype=torch.float32, device=x.device)
     if n.numel():
-        plan.launcher("of_squares")((x, q))
-        plan.launcher("of_box", wants_sums)((q, n, either(sums, n)), eps)
-    return n, sums
+        plan.launcher("of_squares")((x,), ((scratch, 0),))
+        plan.launcher("of_box", wants_sums)((n,), ((scratch, 0), (scratch, plan.squares)), eps)
+    return n
 
 
-def batch_mean(sums: Tensor, plan: NormPlan, tracked: BatchMean | None) -> Tensor:
-    """E{‖x‖} of each group, (groups,), out of the sums; the running average of `tracked` follows unless this is a recomputation."""
-    mean = torch.empty(plan.groups, dtype=torch.float32, device=sums.device)
-    running = batches = mean
+def batch_mean(mean: Piece, plan: NormPlan, scratch: Tensor, tracked: BatchMean | None) -> None:
+    """E{‖x‖} of each group into `mean`; the running average of `tracked` follows unless this is a recomputation."""
+    running = batches = scratch
     momentum = None
     track = False
     if tracked is not None and tracked.running_norm is not None and tracked.num_batches_tracked is not None and not recomputing():
         running, batches, momentum, track = tracked.running_norm, tracked.num_batches_tracked, tracked.momentum, True
     launcher = plan.launcher("of_mean", track, momentum is None)
-    launcher((sums, mean, running, batches), float(plan.count), 0.0 if momentum is None else momentum)
+    launcher((running, batches), ((scratch, plan.squares), mean), float(plan.count), 0.0 if momentum is None else momentum)
     if track and plan.groups > 1:
         batches.add_(1)
-    return mean
 
 
-def patch_norms_backward(e: Tensor, e_mean: Tensor | None, share: float, x: Tensor, n: Tensor, plan: NormPlan, grad: Tensor) -> Tensor:
+def patch_norms_backward(
+    e: Piece, maps: int, e_mean: Piece | None, means: int, share: float, x: Tensor, n: Tensor, plan: NormPlan, scratch: Piece, grad: Tensor
+) -> Tensor:
     """The gradient in x added to `grad`, in place where its memory order allows.
 
-    e is one or several maps like n, to be added up. e_mean (groups, parts), to be added up too, is the gradient of something
-    of which every norm has that share.
+    e is so many maps like n, to be added up. e_mean, so many numbers a group, to be added up too, is the gradient of something of
+    which every norm has that share.
     """
-    if x.numel() == 0 or n.numel() == 0:
-        return grad
-    t = torch.empty(plan.squares, dtype=torch.float32, device=x.device)
-    means = 0 if e_mean is None else e_mean.shape[1]
-    plan.launcher("of_box_gradient", e.numel() // n.numel(), means)((e, n, either(e_mean, n), t), share)
+    plan.launcher("of_box_gradient", maps, means)((n,), (e, e if e_mean is None else e_mean, scratch), share)
     grad = like(grad, x)
-    plan.launcher("of_product")((grad, x, t))
+    plan.launcher("of_product")((grad, x), (scratch,))
     return grad

@@ -5,6 +5,7 @@ a gradient may not write to its inputs either, so in a compiled graph the runnin
 move them on the way.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dcnet.ops.fused import operation
-from dcnet.ops.fused.operation import OF_BATCH, OF_RANKS, Effects, Gradients, Kept, Operands, Options
+from dcnet.ops.fused.operation import Effects, Gradients, Kept, Operands, Options
 
 TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
 NO_EFFECTS = Effects(None, None)
@@ -22,7 +23,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, effects: Effects, *tensors: Tensor | None) -> Tensor:
         operands = Operands(*tensors)  # type: ignore[arg-type]
-        out, kept = operation.forward(operands, options, effects)
+        with on_device(operands.x):
+            out, kept = operation.forward(operands, options, effects)
         ctx.options, ctx.residual = options, operands.residual is not None
         ctx.save_for_backward(*operation.saved(operands), *kept, _wanted_output(out, operands, options))
         return out
@@ -33,7 +35,8 @@ class _Eager(torch.autograd.Function):
         saved, options = ctx.saved_tensors, ctx.options
         operands, kept = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:-1])
         wanted = ctx.needs_input_grad[2:]
-        gradients = operation.backward(e, operands, kept, saved[-1], options, ctx.residual, *wanted[:2])
+        with on_device(operands.x):
+            gradients = operation.backward(e, operands, kept, saved[-1], options, ctx.residual, *wanted[:2])
         return None, None, *operation.operand_gradients(gradients, e, operands, options, wanted)
 
 
@@ -42,12 +45,20 @@ def _wanted_output(out: Tensor, operands: Operands, options: Options) -> Tensor 
     return out if operands.residual is not None and options.activation != 0 else None
 
 
-def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The output; in a compiled graph also E{‖x‖} and BatchNorm's statistics, for averages that are still to be moved."""
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of x the current one, where kernels run; nothing to do for the usual device."""
+    return _HERE if not x.is_cuda or x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device)
+
+
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
+def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
+    """The output; in a compiled graph also what `Kept.vectors` has, for averages that are still to be moved."""
     if not torch.compiler.is_compiling():
-        return _Eager.apply(options, effects, *operands), None, None
+        return _Eager.apply(options, effects, *operands), None
     out, *kept = torch.ops.dcnet.decoupled(*operands, *options)
-    return out, kept[Kept._fields.index("mean")], kept[Kept._fields.index("norm")]
+    return out, kept[-1]
 
 
 # -- for compiled graphs -----------------------------------------------------------------------------------------------
@@ -62,9 +73,9 @@ _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    out, kept = operation.forward(Operands(*arguments[:TENSORS]), Options(*arguments[TENSORS:]), NO_EFFECTS)
-    if kept.factor is kept.w_norm:  # an operator may not give the same tensor twice
-        kept = kept._replace(factor=kept.w_norm.clone())
+    operands = Operands(*arguments[:TENSORS])
+    with on_device(operands.x):
+        out, kept = operation.forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS)
     return out, *kept
 
 
@@ -72,38 +83,26 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     t, o = Operands(*arguments[:TENSORS]), Options(*arguments[TENSORS:])
     unit = torch.empty_like(t.weight, dtype=t.x.dtype)
     dot = operation.convolution(t.x, unit, o)
-    kernels = t.weight.shape[0]
-
-    def floats(*shape: Any) -> Tensor:
-        return t.x.new_empty(shape, dtype=torch.float32)
-
-    mean = floats({OF_BATCH: o.groups, OF_RANKS: o.groups + 1}.get(o.mean_kind, 0))
-    factor = floats(kernels if o.weighting in ("linear", "separate") else 0)
-    norms = floats(t.x.shape[0], o.groups, *dot.shape[2:])
-    return torch.empty_like(dot), dot, norms, unit, floats(kernels), mean, factor, floats(5 if o.follows else 0, kernels)
+    norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
+    size = operation.places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting).size
+    return torch.empty_like(dot), dot, norms, unit, norms.new_empty(size)
 
 
 def _backward(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
-    gradients = operation.backward(e, t, kept, out, o, residual, want_x, want_weight)
+    with on_device(t.x):
+        gradients = operation.backward(e, t, kept, out, o, residual, want_x, want_weight)
     return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _backward_fake(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
-    rows = int(bool(o.weighting)) + sum(v is not None for v in (t.radius, t.bias)) + (0 if t.learned is None else t.learned.shape[0])
-    kernels = t.weight.shape[0]
-    parts = operation.Plan.parts(kernels // o.groups)
-
-    def floats(*shape: Any) -> Tensor:
-        return e.new_empty(shape, dtype=torch.float32)
-
+    parts = operation.Plan.parts(t.weight.shape[0] // o.groups)
     return (
         torch.empty_like(t.x) if want_x else e.new_empty(0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
-        floats(rows, kernels),
-        floats(o.groups if o.mean_kind != operation.NO_MEAN else 0, parts),
-        floats(operation.Plan.reduced(o.activation) if o.follows else 0, kernels),
+        kept.vectors.new_empty(operation.gradient_size(t, o)),
+        kept.vectors.new_empty(o.groups * parts if o.mean_kind == operation.GIVEN else 0),
         torch.empty_like(kept.dot) if residual and o.activation != 0 else e.new_empty(0),
     )
 

@@ -26,7 +26,7 @@ def normalise(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def normalise_backward(w_ptr, norm_ptr, e_ptr, e_norm_ptr, grad_ptr, D, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):
+def normalise_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):
     """grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
     k = tl.program_id(0)
     norm = tl.load(norm_ptr + k)
@@ -68,8 +68,8 @@ def squares(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr,
 
 @triton.jit
 def box(
-    q_ptr,
     n_ptr,
+    q_ptr,
     sums_ptr,
     eps,
     groups,
@@ -129,8 +129,8 @@ def box(
 
 @triton.jit
 def box_backward(
-    e_ptr,
     n_ptr,
+    e_ptr,
     e_mean,
     t_ptr,
     share,

@@ -1,6 +1,7 @@
 """How the epilogue's kernels go over an output: tiles, and the arguments that stay the same from call to call."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dcnet.formulas import Choice, angulars, magnitudes
 from dcnet.ops.fused import formulas, gradient_kernel, kernels, sum_kernels
-from dcnet.ops.fused.fast import Launcher
+from dcnet.ops.fused.fast import Launcher, aligned
 from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
@@ -17,13 +18,11 @@ from dcnet.ops.operator import Operator, make_operator
 PROGRAMS, STAGES, TILE = 4, 3, 2048  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile
 _CHANNELS = 16  # of a program of the small kernels
 
-VECTORS = ("factor", "gain", "radius", "bias")  # per kernel, each there or not; their sums come in this order
-
 
 class Plan:
     """The launchers for outputs of one shape, order and dtype, and one operator.
 
-    there: which of the `VECTORS` are there. radius: 1 for ρ, 2 for what is learned. mean: whether ρ is multiplied by E{‖x‖}.
+    there: which of factor, gain, radius and bias are there; their sums come in this order. radius: 1 for ρ, 2 for what is learned. mean: whether ρ is multiplied by E{‖x‖}.
     """
 
     def __init__(
@@ -71,6 +70,11 @@ class Plan:
         # for the small kernels: blocks of programs × channels
         self._small = (min(triton.next_power_of_2(self.programs), 256), _CHANNELS)
         self.mean_parts = self.parts(view.kernels)
+        self.norms = view.batch * groups * view.positions
+        # Backward's scratch: BatchNorm's sums and coefficients, the vectors' sums, the gradients of E{‖x‖} and of the norms.
+        sizes_of = (3 * self.programs * self.channels, 2 * self.channels, self.programs * self.rows * self.channels, groups * self.mean_parts)
+        self.reduced_at, self.coefficients_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
+        self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
         self._launchers: dict[Any, Launcher] = {}
 
     def launcher(self, *key: Any) -> Launcher:

@@ -21,10 +21,10 @@ def total(sums, row, ROWS: tl.constexpr, channels, programs, ch, inside, BR: tl.
 
 @triton.jit
 def mean_norm(
-    sums,
-    mean,
     running_norm,
     batches,
+    sums,
+    mean,
     count,
     momentum,
     programs,
@@ -57,11 +57,11 @@ def mean_norm(
 
 @triton.jit
 def batch_norm(
-    sums,
     gamma,
     beta,
     running_mean,
     running_var,
+    sums,
     norm,
     count,
     unbiased,
@@ -140,8 +140,8 @@ def batch_norm_gradient(
 
 @triton.jit
 def vector_gradients(
-    sums,
     radius,
+    sums,
     mean,
     gradients,
     grad_mean,
