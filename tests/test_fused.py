@@ -111,7 +111,7 @@ def test_a_users_formula_is_fused(catalogue):
 def test_registered_properly(name):
     """PyTorch's own check of schema, fake implementation and gradients."""
     from dcnet.ops.fused import launch, library
-    from dcnet.ops.fused.operation import Operands, Options
+    from dcnet.ops.fused.operands import Operands, Options
 
     case = SMALL[name]
     tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
@@ -126,6 +126,9 @@ def test_registered_properly(name):
 
     def check(tensors, *options):
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+        for op in (torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled_backward):
+            names = [argument.name for argument in op.default._schema.arguments]
+            assert len(set(names)) == len(names)  # torch.compile calls by name
         torch.library.opcheck(torch.ops.dcnet.decoupled.default, (*tensors, *Options(*geometry, *options)), test_utils=checks)
 
     plain = Operands(x, tensors["weight"], bias.requires_grad_(), tensors["radius"], mean_norm, k, *[None] * 6)

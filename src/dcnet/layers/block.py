@@ -39,10 +39,9 @@ class Block(nn.Module):
         norm = self.norm
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         momentum = 0.0 if norm.momentum is None else norm.momentum
-        if norm.training and norm.num_batches_tracked is not None:  # as nn.BatchNorm2d.forward counts
-            norm.num_batches_tracked.add_(1)
-            if norm.momentum is None:
-                momentum = 1.0 / float(norm.num_batches_tracked)
+        batches = norm.num_batches_tracked if norm.training and norm.track_running_stats else None
+        if batches is not None and norm.momentum is None:  # a cumulative average, for which nn.BatchNorm2d too waits for the device
+            momentum = 1.0 / (float(batches) + 1.0)
         return Finish(
             gamma=norm.weight,
             beta=norm.bias,
@@ -51,6 +50,7 @@ class Block(nn.Module):
             training=norm.training or norm.running_mean is None,
             momentum=momentum,
             eps=norm.eps,
+            batches=batches,
             residual=residual,
             activation=self.activation,
             slope=self.slope,

@@ -1,15 +1,15 @@
 """What may follow a decoupled convolution in the same pass: BatchNorm, a residual addition, an activation."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS = (None, "relu", "prelu")
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """act(BatchNorm(y) + residual). Without `gamma` and running averages as `F.batch_norm` has it; `slope` is PReLU's."""
 
     gamma: Tensor | None
@@ -19,12 +19,14 @@ class Finish:
     training: bool  # whether to normalise with the statistics of this batch
     momentum: float
     eps: float
+    batches: Tensor | None = None  # the number of batches the running averages have seen, if this one is still to be counted
     residual: Tensor | None = None
     activation: str | None = None
     slope: Tensor | None = None
 
     def apply(self, y: Tensor) -> Tensor:
         """The same by PyTorch's own operators, one after the other."""
+        self.count_batch()
         y = F.batch_norm(y, self.running_mean, self.running_var, self.gamma, self.beta, self.training, self.momentum, self.eps)
         if self.residual is not None:
             y = y + self.residual
@@ -34,3 +36,9 @@ class Finish:
             assert self.slope is not None
             return F.prelu(y, self.slope)
         return y
+
+    def count_batch(self) -> None:
+        """Counts this batch, as `nn.BatchNorm2d` does; the kernels do it themselves."""
+        if self.batches is not None:
+            with torch.no_grad():
+                self.batches.add_(1)

@@ -1,7 +1,5 @@
 """`impl="fused"`: the decoupled convolution, finished or not, out of the fused operator."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, Finish
 from dcnet.ops.fused.launch import dense
 from dcnet.ops.fused.library import decoupled
-from dcnet.ops.fused.operation import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
+from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
 from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
@@ -19,10 +17,6 @@ _NO_FINISH = Finish(None, None, None, None, False, 0.0, 0.0)
 
 def decouple(inputs: Inputs) -> Tensor:
     """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, finished: (N, out_channels, *positions)."""
-    device = inputs.x.device
-    for tensor in _tensors(inputs):
-        if tensor is not None and tensor.device != device:  # kernels read whatever address they are given
-            raise ValueError(f"the input is on {device}, but a tensor of shape {tuple(tensor.shape)} that goes with it is on {tensor.device}")
     finish = inputs.finish
     if inputs.operator.is_inner_product:
         y = convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, inputs.geometry)
@@ -34,24 +28,12 @@ def decouple(inputs: Inputs) -> Tensor:
     return _decouple(inputs, finish, STATISTICS if finish.training else AVERAGES)
 
 
-def _tensors(inputs: Inputs) -> Iterator[Tensor | None]:
-    yield inputs.weight
-    yield inputs.bias
-    yield inputs.radius.raw if isinstance(inputs.radius, LearnedRadius) else inputs.radius
-    if isinstance(inputs.mean_norm, Tensor):
-        yield inputs.mean_norm
-    yield from inputs.learned.values()
-    if inputs.finish is not None:
-        finish = inputs.finish
-        yield from (finish.gamma, finish.beta, finish.running_mean, finish.running_var, finish.residual, finish.slope)
-
-
 def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     """The operator with its operands brought into shape; moves the running averages."""
     operator, where = inputs.operator, inputs.geometry
     x = inputs.x.to(_convolution_dtype(inputs.x))
     padding = [before for before, _ in where.padding]
-    if where.padding_mode != "zeros" or any([before != after for before, after in where.padding]):
+    if where.padding_mode != "zeros" or any(before != after for before, after in where.padding):
         x, padding = where.pad(x), [0] * where.dims
     x, weight = dense(x), dense(inputs.weight)
 
@@ -62,7 +44,7 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     mean_kind = NO_MEAN
     if radius is not None and isinstance(inputs.mean_norm, BatchMean):
         mean_kind, tracked = OF_RANKS if inputs.mean_norm.sync else OF_BATCH, inputs.mean_norm
-    elif radius is not None and inputs.mean_norm is not None:
+    elif radius is not None and isinstance(inputs.mean_norm, Tensor):
         mean_kind, given = GIVEN, inputs.mean_norm.float().contiguous()
     learned = torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None
 
@@ -70,13 +52,15 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     slope = None if finish.slope is None else finish.slope.expand(weight.shape[0]).contiguous()
     moves = follows == STATISTICS and finish.running_mean is not None and finish.running_var is not None
     activation = ACTIVATIONS.index(finish.activation)
-    options = Options(
-        where.stride, tuple(padding), where.dilation, where.groups, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names
-    )
+    geometry = (where.stride, tuple(padding), where.dilation, where.groups)
+    options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names)
     operands = Operands(
         x, weight, inputs.bias, radius, given, learned, finish.gamma, finish.beta, finish.running_mean, finish.running_var, residual, slope
     )
-    out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum if moves else None))
+    for tensor, name in zip(operands, Operands._fields, strict=True):
+        if tensor is not None and tensor.device != x.device:  # kernels read whatever address they are given
+            raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
+    out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
     if vectors is not None:
         kernels = weight.shape[0]
         at = places(kernels, where.groups, mean_kind, follows, operator.names[2])
@@ -92,6 +76,7 @@ def _move(finish: Finish, norm: Tensor, count: int) -> None:
     assert finish.running_mean is not None
     assert finish.running_var is not None
     with torch.no_grad():
+        finish.count_batch()
         finish.running_mean.lerp_(norm[0].to(finish.running_mean.dtype), finish.momentum)
         finish.running_var.lerp_((norm[1] * (count / max(1, count - 1))).to(finish.running_var.dtype), finish.momentum)
 

@@ -1,9 +1,10 @@
-"""The Triton kernel of the epilogue's gradient; `kernels.py` says how maps are divided among programs."""
+"""The Triton kernel of the epilogue's gradient; `parts.py` says how maps are divided among programs."""
 
 import triton
 import triton.language as tl
 
-from dcnet.ops.fused.kernels import angular, magnitude, parameter, patch_radius, vector, within
+from dcnet.ops.fused.parts import angular, magnitude, parameter, patch_radius, vector, within
+from dcnet.ops.fused.statistics import normalisation_gradient
 
 
 @triton.jit
@@ -23,8 +24,10 @@ def backward(
     mean,
     norm,
     grad_n,
-    coefficients,
+    norm_sums,
+    norm_gradients,
     sums,
+    count,
     groups,
     K,
     P,
@@ -56,15 +59,16 @@ def backward(
     GR2: tl.constexpr,
     RADIUS: tl.constexpr,
     FLOOR: tl.constexpr,
-    MEAN: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BP: tl.constexpr,
     BK: tl.constexpr,
+    BR: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     rows,
+    MEAN: tl.constexpr,
     HL0: tl.constexpr,
     HL1: tl.constexpr,
     HL2: tl.constexpr,
@@ -78,10 +82,12 @@ def backward(
     REDUCE: tl.constexpr,
     CENTRED: tl.constexpr,
     SUMS: tl.constexpr,
+    NORM_SUMS: tl.constexpr,
 ):
     """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient).
 
-    The sums come in this order, each if it is wanted: factor, gain, radius, bias, learned parameters.
+    AFFINE: whether BatchNorm follows; CENTRED: with this batch's statistics, which have a gradient. The sums come in this order, each if
+    it is wanted: factor, gain, radius, bias, learned parameters.
     """
     channels = groups * K
     g = tl.program_id(1) // kernel_blocks
@@ -89,7 +95,10 @@ def backward(
     k = kernel_block * BK + tl.arange(0, BK)
     in_k = k < K
     ch = g * K + k
-    rho = patch_radius(radius, mean, RADIUS, FLOOR, MEAN, g, ch, in_k)
+    average = 1.0
+    if MEAN:
+        average = tl.load(mean + g).to(tl.float32)
+    rho = patch_radius(radius, average, RADIUS, FLOOR, MEAN, ch, in_k)
     t = vector(gain, HAS_GAIN, ch, in_k, 1.0)
     s = vector(factor, HAS_FACTOR, ch, in_k, 1.0)
     h0 = parameter(learned, H0, HR0, channels, ch, in_k)
@@ -98,11 +107,14 @@ def backward(
     g0 = parameter(learned, G0, GR0, channels, ch, in_k)
     g1 = parameter(learned, G1, GR1, channels, ch, in_k)
     g2 = parameter(learned, G2, GR2, channels, ch, in_k)
-    average = vector(norm, AFFINE, ch, in_k, 0.0)
+    centre = vector(norm, AFFINE, ch, in_k, 0.0)
     scale = vector(norm + 3 * channels, AFFINE, ch, in_k, 1.0)
     shift = vector(norm + 4 * channels, AFFINE, ch, in_k, 0.0)
-    constant = vector(coefficients, CENTRED, ch, in_k, 0.0)
-    along = vector(coefficients + channels, CENTRED, ch, in_k, 0.0)
+    if AFFINE and not REDUCE:
+        writes = tl.program_id(0) == 0
+        constant, along = normalisation_gradient(
+            norm_sums, norm, norm_gradients, count, tl.num_programs(0), channels, ch, in_k, writes, NORM_SUMS, NORM_SUMS == 3, BR, BK
+        )
     p = tl.arange(0, BP)
     nothing = tl.zeros((BP, BK), tl.float32)
     sum_0, sum_1, sum_2, sum_3 = nothing, nothing, nothing, nothing
@@ -146,7 +158,7 @@ def backward(
                 if RESIDUAL:
                     tl.store(grad_residual + first + offsets, e.to(grad_residual.dtype.element_ty), mask=inside)
                 sum_0 += e
-                sum_1 += e * (y - average)
+                sum_1 += e * (y - centre)
             else:
                 e = e * scale
                 if CENTRED:  # scale·(e − mean(e) − ŷ·mean(e·ŷ)), as a line in y

@@ -8,9 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dcnet.ops.fused import norm_kernels, sum_kernels
+from dcnet.ops.fused import norm_kernels
 from dcnet.ops.fused.fast import Launcher, Piece, aligned
-from dcnet.ops.mean_norm import BatchMean, recomputing
 
 Sizes = tuple[int, ...]
 
@@ -144,10 +143,6 @@ class NormPlan:
             norm_kernels.box, (self.programs, self.groups), (self.groups, self.count, *self.sizes, *self.geometry, long, sums, _BLOCK), _BOX_WARPS
         )
 
-    def _of_mean(self, track: bool, cumulative: bool) -> Launcher:
-        block = min(1024, triton.next_power_of_2(self.programs))
-        return Launcher(sum_kernels.mean_norm, (self.groups,), (self.programs, track, cumulative, self.groups == 1, block))
-
     def _of_box_gradient(self, maps: int, means: int) -> Launcher:
         total = self.shape[0] * math.prod(self.shape[2:])
         rows = math.prod(self.output)
@@ -180,19 +175,6 @@ def patch_norms(x: Tensor, plan: NormPlan, eps: float, scratch: Tensor, wants_su
         plan.launcher("of_squares")((x,), ((scratch, 0),))
         plan.launcher("of_box", wants_sums)((n,), ((scratch, 0), (scratch, plan.squares)), eps)
     return n
-
-
-def batch_mean(mean: Piece, plan: NormPlan, scratch: Tensor, tracked: BatchMean | None) -> None:
-    """E{‖x‖} of each group into `mean`; the running average of `tracked` follows unless this is a recomputation."""
-    running = batches = scratch
-    momentum = None
-    track = False
-    if tracked is not None and tracked.running_norm is not None and tracked.num_batches_tracked is not None and not recomputing():
-        running, batches, momentum, track = tracked.running_norm, tracked.num_batches_tracked, tracked.momentum, True
-    launcher = plan.launcher("of_mean", track, momentum is None)
-    launcher((running, batches), ((scratch, plan.squares), mean), float(plan.count), 0.0 if momentum is None else momentum)
-    if track and plan.groups > 1:
-        batches.add_(1)
 
 
 def patch_norms_backward(

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dcnet.ops.fused import operation
-from dcnet.ops.fused.operation import Effects, Gradients, Kept, Operands, Options
+from dcnet.ops.fused import operands as about
+from dcnet.ops.fused.backward import backward, operand_gradients, saved_for_backward
+from dcnet.ops.fused.forward import convolution, forward
+from dcnet.ops.fused.operands import Effects, Gradients, Kept, Operands, Options
+from dcnet.ops.fused.plan import Plan
 
 TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
-NO_EFFECTS = Effects(None, None)
+NO_EFFECTS = Effects()
 
 
 class _Eager(torch.autograd.Function):
@@ -24,9 +27,9 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, options: Options, effects: Effects, *tensors: Tensor | None) -> Tensor:
         operands = Operands(*tensors)  # type: ignore[arg-type]
         with on_device(operands.x):
-            out, kept = operation.forward(operands, options, effects)
+            out, kept = forward(operands, options, effects)
         ctx.options, ctx.residual = options, operands.residual is not None
-        ctx.save_for_backward(*operation.saved(operands), *kept, _wanted_output(out, operands, options))
+        ctx.save_for_backward(*saved_for_backward(operands), *kept, _wanted_output(out, operands, options))
         return out
 
     @staticmethod
@@ -36,8 +39,12 @@ class _Eager(torch.autograd.Function):
         operands, kept = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:-1])
         wanted = ctx.needs_input_grad[2:]
         with on_device(operands.x):
-            gradients = operation.backward(e, operands, kept, saved[-1], options, ctx.residual, *wanted[:2])
-        return None, None, *operation.operand_gradients(gradients, e, operands, options, wanted)
+            gradients = backward(e, operands, kept, saved[-1], options, ctx.residual, *wanted[:2])
+        return None, None, *operand_gradients(gradients, e, operands, options, wanted)
+
+
+# Function.apply without its preparations for function transforms, which `dispatch.py` does not let through to here
+_apply = super(torch.autograd.Function, _Eager).apply
 
 
 def _wanted_output(out: Tensor, operands: Operands, options: Options) -> Tensor | None:
@@ -56,7 +63,7 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
     """The output; in a compiled graph also what `Kept.vectors` has, for averages that are still to be moved."""
     if not torch.compiler.is_compiling():
-        return _Eager.apply(options, effects, *operands), None
+        return _apply(options, effects, *operands), None
     out, *kept = torch.ops.dcnet.decoupled(*operands, *options)
     return out, kept[-1]
 
@@ -75,34 +82,34 @@ _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     operands = Operands(*arguments[:TENSORS])
     with on_device(operands.x):
-        out, kept = operation.forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS)
+        out, kept = forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS)
     return out, *kept
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     t, o = Operands(*arguments[:TENSORS]), Options(*arguments[TENSORS:])
     unit = torch.empty_like(t.weight, dtype=t.x.dtype)
-    dot = operation.convolution(t.x, unit, o)
+    dot = convolution(t.x, unit, o)
     norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
-    size = operation.places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting).size
+    size = about.places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting).size
     return torch.empty_like(dot), dot, norms, unit, norms.new_empty(size)
 
 
 def _backward(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
     with on_device(t.x):
-        gradients = operation.backward(e, t, kept, out, o, residual, want_x, want_weight)
+        gradients = backward(e, t, kept, out, o, residual, want_x, want_weight)
     return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def _backward_fake(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
-    parts = operation.Plan.parts(t.weight.shape[0] // o.groups)
+    parts = Plan.parts(t.weight.shape[0] // o.groups)
     return (
         torch.empty_like(t.x) if want_x else e.new_empty(0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
-        kept.vectors.new_empty(operation.gradient_size(t, o)),
-        kept.vectors.new_empty(o.groups * parts if o.mean_kind == operation.GIVEN else 0),
+        kept.vectors.new_empty(about.gradient_size(t, o)),
+        kept.vectors.new_empty(o.groups * parts if o.mean_kind == about.GIVEN else 0),
         torch.empty_like(kept.dot) if residual and o.activation != 0 else e.new_empty(0),
     )
 
@@ -113,7 +120,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> N
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
     ctx.residual = operands.residual is not None
-    ctx.save_for_backward(*operation.saved(operands), *kept, _wanted_output(out, operands, ctx.options))
+    ctx.save_for_backward(*saved_for_backward(operands), *kept, _wanted_output(out, operands, ctx.options))
 
 
 def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -122,7 +129,7 @@ def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:
     *saved, out = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:TENSORS]
     gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, out, ctx.residual, *wanted[:2], *saved, *ctx.options))
-    by_operand = operation.operand_gradients(gradients, e, Operands(*saved[:TENSORS]), ctx.options, wanted)
+    by_operand = operand_gradients(gradients, e, Operands(*saved[:TENSORS]), ctx.options, wanted)
     return *[gradient if want else None for gradient, want in zip(by_operand, wanted, strict=True)], *[None] * len(ctx.options)
 
 
@@ -136,7 +143,8 @@ def _register(name: str, signature: str, implementation: Any, fake: Any) -> None
 _register("decoupled", f"{_OPERANDS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + KEPT))})", _forward, _forward_fake)
 _register(
     "decoupled_backward",  # without a gradient: a second derivative is an error, not a wrong number
-    f"Tensor e, Tensor? out, bool residual, bool want_x, bool want_weight, {_OPERANDS}, {_KEPT}, {_OPTIONS}) -> ({', '.join(['Tensor'] * len(Gradients._fields))})",
+    f"Tensor e, Tensor? out, bool has_residual, bool want_x, bool want_weight, {_OPERANDS}, {_KEPT}, {_OPTIONS}) "
+    f"-> ({', '.join(['Tensor'] * len(Gradients._fields))})",
     _backward,
     _backward_fake,
 )

@@ -9,20 +9,22 @@ import triton
 from torch import Tensor
 
 from dcnet.formulas import Choice, angulars, magnitudes
-from dcnet.ops.fused import formulas, gradient_kernel, kernels, sum_kernels
+from dcnet.ops.fused import formulas, forward_kernel, gradient_kernel, statistics
 from dcnet.ops.fused.fast import Launcher, aligned
 from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
 
 PROGRAMS, STAGES, TILE = 4, 3, 2048  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile
-_CHANNELS = 16  # of a program of the small kernels
+_SUMMED = 8192  # numbers of other programs added up at once
+_CHANNELS = 16  # of a program of `vector_gradients`
 
 
 class Plan:
     """The launchers for outputs of one shape, order and dtype, and one operator.
 
-    there: which of factor, gain, radius and bias are there; their sums come in this order. radius: 1 for ρ, 2 for what is learned. mean: whether ρ is multiplied by E{‖x‖}.
+    there: which of factor, gain, radius and bias are there; their sums come in this order. radius: 1 for ρ, 2 for what is learned.
+    mean: whether ρ is multiplied by E{‖x‖}.
     """
 
     def __init__(
@@ -59,21 +61,24 @@ class Plan:
         of_g = (formulas.jit(g.formula, half), count_g, *fixed_g, *rows_g)
         sizes = (groups, view.kernels, view.positions, position_blocks, self.tiles, self.kernel_blocks)
         factor, gain, _, bias = there
-        self.radius = (radius if h.formula.has_radius else 0, RADIUS_FLOOR, mean)
+        self.radius = (radius if h.formula.has_radius else 0, RADIUS_FLOOR)
+        self.mean = mean
         even = view.positions % bp == 0 and view.kernels % bk == 0
-        self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, bp, bk, even, STAGES)
+        br = max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk))
+        tile = (bp, bk, br, even, STAGES)
+        self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, *tile)
         # where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none
         places = (*_places(h, 2 + h.formula.has_radius), *_places(g, 2), len(h.learned))
-        self._gradient_arguments = (*self._arguments, view.batch * groups * view.positions, *places)
+        self._gradient_arguments = (*self._arguments, view.batch * groups * view.positions, mean, *places)
         self.rows = sum(there) + len(operator.learned)
         self.radius_row = sum(there[:2]) if there[2] else -1
-        # for the small kernels: blocks of programs × channels
+        # for `vector_gradients`: blocks of programs × channels
         self._small = (min(triton.next_power_of_2(self.programs), 256), _CHANNELS)
         self.mean_parts = self.parts(view.kernels)
         self.norms = view.batch * groups * view.positions
-        # Backward's scratch: BatchNorm's sums and coefficients, the vectors' sums, the gradients of E{‖x‖} and of the norms.
-        sizes_of = (3 * self.programs * self.channels, 2 * self.channels, self.programs * self.rows * self.channels, groups * self.mean_parts)
-        self.reduced_at, self.coefficients_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
+        # Backward's scratch: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms.
+        sizes_of = (3 * self.programs * self.channels, self.programs * self.rows * self.channels, groups * self.mean_parts)
+        self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
         self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
         self._launchers: dict[Any, Launcher] = {}
 
@@ -85,41 +90,22 @@ class Plan:
             found = self._launchers[key] = getattr(self, f"_{name}")(*flags)
         return found
 
-    def _output(self, affine: bool, residual: bool, activation: int) -> Launcher:
-        return Launcher(kernels.forward, (self.programs, self.columns), (*self._arguments, affine, residual, activation, False, False))
+    def _forward(self, *flags: Any) -> Launcher:
+        return Launcher(forward_kernel.forward, (self.programs, self.columns), (*self._arguments, *flags))
 
-    def _statistics(self, around: bool) -> Launcher:
-        return Launcher(kernels.forward, (self.programs, self.columns), (*self._arguments, False, False, 0, True, around))
-
-    def _reduce(self, residual: bool, activation: int) -> Launcher:
-        fixed = (*self._gradient_arguments, True, residual, activation, True, False, self.reduced(activation))
-        return Launcher(gradient_kernel.backward, (self.programs, self.columns), fixed)
-
-    def _gradients(self, affine: bool, activation: int, centred: bool) -> Launcher:
-        fixed = (*self._gradient_arguments, affine, False, activation, False, centred, self.rows)
-        return Launcher(gradient_kernel.backward, (self.programs, self.columns), fixed)
+    def _backward(self, affine: bool, residual: bool, activation: int, reduce: bool, centred: bool, slope: bool) -> Launcher:
+        reduced = 3 if slope else 2
+        flags = (affine, residual, activation, reduce, centred, reduced if reduce else self.rows, reduced)
+        return Launcher(gradient_kernel.backward, (self.programs, self.columns), (*self._gradient_arguments, *flags))
 
     @staticmethod
     def parts(kernels: int) -> int:
         """In how many parts the gradient of E{‖x‖} comes, for so many kernels of a group."""
         return cdiv(kernels, _CHANNELS)
 
-    @staticmethod
-    def reduced(activation: int) -> int:
-        """How many rows of sums BatchNorm's gradient needs: β, γ, and PReLU's slope."""
-        return 3 if activation == 2 else 2
-
-    def _batch_norm(self, batch: bool, gamma: bool, beta: bool, running: bool, move: bool) -> Launcher:
-        fixed = (self.programs, self.channels, batch, gamma, beta, running, move, *self._small)
-        return Launcher(sum_kernels.batch_norm, (cdiv(self.channels, _CHANNELS),), fixed)
-
-    def _batch_norm_gradient(self, activation: int) -> Launcher:
-        fixed = (self.programs, self.channels, self.reduced(activation), activation == 2, *self._small)
-        return Launcher(sum_kernels.batch_norm_gradient, (cdiv(self.channels, _CHANNELS),), fixed)
-
     def _vector_gradients(self) -> Launcher:
-        fixed = (self.programs, self.kernels, self.channels, self.rows, self.radius_row, *self.radius, *self._small)
-        return Launcher(sum_kernels.vector_gradients, (self.groups, self.mean_parts), fixed)
+        fixed = (self.programs, self.kernels, self.channels, self.rows, self.radius_row, *self.radius, self.mean, *self._small)
+        return Launcher(statistics.vector_gradients, (self.groups, self.mean_parts), fixed)
 
 
 def _places(choice: Choice, first: int) -> Sequence[int]:

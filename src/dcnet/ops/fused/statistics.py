@@ -1,0 +1,173 @@
+"""E{‖x‖} and BatchNorm inside the epilogue's kernels, and the gradients of the per-kernel vectors."""
+
+import triton
+import triton.language as tl
+
+from dcnet.ops.fused.parts import rho_of, total, vector
+
+
+@triton.jit
+def mean_norm(
+    mean,
+    norm_sums,
+    running_norm,
+    batches,
+    count,
+    momentum,
+    parts,
+    g,
+    writes,
+    MEAN: tl.constexpr,
+    TRACK: tl.constexpr,
+    TALLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """E{‖x‖} of a group. MEAN: 0 for none, 1 where it has been computed, 2 for a sum of `parts` numbers, the rows of `norm_sums`.
+
+    The one program of a group that `writes` stores it. TRACK: 1 moves its running average, 2 makes that cumulative; `batches` were seen
+    before. TALLY counts this one, which only a single program can do.
+    """
+    value = 1.0
+    if MEAN == 1:
+        value = tl.load(mean + g).to(tl.float32)
+    if MEAN == 2:
+        sum = tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, parts, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            sum += tl.load(norm_sums + g * parts + i, mask=i < parts, other=0.0)
+        value = tl.sum(sum, 0) / count
+        if writes:
+            tl.store(mean + g, value)
+            if TRACK > 0:
+                seen = tl.load(batches).to(tl.float32) + 1.0
+                share = 1.0 / seen
+                if TRACK == 1:
+                    share = tl.where(seen == 1.0, 1.0, momentum)  # the first batch is taken as it is
+                old = tl.load(running_norm + g).to(tl.float32)
+                tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty))
+                if TALLY:
+                    tl.store(batches, seen.to(batches.dtype.element_ty))
+    return value
+
+
+@triton.jit
+def normalisation(
+    norm,
+    sums,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    batches,
+    count,
+    unbiased,
+    momentum,
+    eps,
+    programs,
+    channels,
+    ch,
+    inside,
+    writes,
+    first_program,
+    NORM: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    MOVE: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """scale and shift of a block of channels, each (1, channels), so that γ·ŷ + β = scale·y + shift.
+
+    NORM: 1 with BatchNorm's running averages, 2 with sums of y − centre and its square over this batch. One program for each channel
+    `writes` norm: mean, variance, rstd, scale and shift; with MOVE it moves the running averages, and the first of all counts the batch.
+    norm's last row is the centre: what the running mean was before anyone moved it.
+    """
+    at = ch[None, :]
+    ok = inside[None, :]
+    if NORM == 1:
+        mean = tl.load(running_mean + at, mask=ok, other=0.0).to(tl.float32)
+        variance = tl.load(running_var + at, mask=ok, other=1.0).to(tl.float32)
+    else:
+        first = total(sums, 0, 2, channels, programs, ch, inside, BR, BK) / count
+        second = total(sums, 1, 2, channels, programs, ch, inside, BR, BK) / count
+        mean = tl.load(norm + 5 * channels + at, mask=ok, other=0.0) + first
+        variance = tl.maximum(second - first * first, 0.0)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    scale = rstd * vector(gamma, HAS_GAMMA, ch, inside, 1.0)
+    shift = vector(beta, HAS_BETA, ch, inside, 0.0) - mean * scale
+    if writes:
+        tl.store(norm + at, mean, mask=ok)
+        tl.store(norm + channels + at, variance, mask=ok)
+        tl.store(norm + 2 * channels + at, rstd, mask=ok)
+        tl.store(norm + 3 * channels + at, scale, mask=ok)
+        tl.store(norm + 4 * channels + at, shift, mask=ok)
+        if MOVE:
+            old_mean = tl.load(running_mean + at, mask=ok, other=0.0).to(tl.float32)
+            old_var = tl.load(running_var + at, mask=ok, other=1.0).to(tl.float32)
+            moved = old_mean + momentum * (mean - old_mean)
+            tl.store(running_mean + at, moved.to(running_mean.dtype.element_ty), mask=ok)
+            moved = old_var + momentum * (variance * unbiased - old_var)
+            tl.store(running_var + at, moved.to(running_var.dtype.element_ty), mask=ok)
+            if first_program:
+                tl.store(batches, tl.load(batches) + 1)
+    return scale, shift
+
+
+@triton.jit
+def normalisation_gradient(
+    sums, norm, gradients, count, programs, channels, ch, inside, writes, ROWS: tl.constexpr, SLOPE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
+):
+    """constant and slope of the line in y that BatchNorm's gradient takes off; the one program that `writes` stores the gradients of β, γ
+    and the activation's slope, (ROWS, channels)."""
+    at = ch[None, :]
+    ok = inside[None, :]
+    rstd = tl.load(norm + 2 * channels + at, mask=ok, other=0.0)
+    scale = tl.load(norm + 3 * channels + at, mask=ok, other=0.0)
+    e = total(sums, 0, ROWS, channels, programs, ch, inside, BR, BK)
+    ey = total(sums, 1, ROWS, channels, programs, ch, inside, BR, BK) * rstd
+    if writes:
+        tl.store(gradients + at, e, mask=ok)
+        tl.store(gradients + channels + at, ey, mask=ok)
+        if SLOPE:
+            tl.store(gradients + 2 * channels + at, total(sums, 2, ROWS, channels, programs, ch, inside, BR, BK), mask=ok)
+    along = scale * rstd * ey / count
+    return scale * e / count - along * tl.load(norm + at, mask=ok, other=0.0), along
+
+
+@triton.jit
+def vector_gradients(
+    radius,
+    sums,
+    mean,
+    gradients,
+    grad_mean,
+    programs,
+    K,
+    channels,
+    ROWS: tl.constexpr,
+    RADIUS_ROW: tl.constexpr,
+    RADIUS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    MEAN: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """gradients (ROWS, channels) of the per-kernel vectors, and grad_mean (groups, programs) of E{‖x‖}, to be added up.
+
+    The radius' sums are of ρ·E{‖x‖}: here they become the gradients of E and of ρ, or of what is learned, ρ = raw² + FLOOR.
+    """
+    g = tl.program_id(0)
+    k = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = k < K
+    ch = g * K + k
+    for row in tl.static_range(ROWS):
+        sum = total(sums, row, ROWS, channels, programs, ch, inside, BR, BC)
+        if row == RADIUS_ROW:
+            if MEAN:
+                average = tl.load(mean + g).to(tl.float32)
+                of_mean = tl.where(average > 0.0, rho_of(radius, RADIUS, FLOOR, ch, inside) * sum, 0.0)
+                tl.store(grad_mean + g * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(of_mean, 1), 0))
+                sum = sum * average
+            if RADIUS == 2:
+                sum = sum * 2.0 * vector(radius, True, ch, inside, 1.0)
+        tl.store(gradients + row * channels + ch[None, :], sum, mask=inside[None, :])
