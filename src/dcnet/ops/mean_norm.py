@@ -25,7 +25,11 @@ def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor,
 
 
 # An operator, so that a compiled graph asks whether it is a recomputation whenever it runs, not once when it is compiled.
-_track_norm_op = torch.library.custom_op("dcnet::track_norm", _track_norm, mutates_args=("running_norm", "num_batches_tracked"))
+# Defined directly rather than by `torch.library.custom_op`, whose checks take longer than the arithmetic.
+_LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
+_LIBRARY.define("track_norm(Tensor mean, Tensor(a!) running_norm, Tensor(b!) num_batches_tracked, float? momentum) -> ()")
+_LIBRARY.impl("track_norm", _track_norm, "CompositeExplicitAutograd")
+torch.library.register_fake("dcnet::track_norm", lambda *_: None, lib=_LIBRARY)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class BatchMean:
         """Moves the running average, if there is one, unless this forward is a recomputation."""
         if self.running_norm is None or self.num_batches_tracked is None:
             return
-        track = _track_norm_op if torch.compiler.is_compiling() else _track_norm
+        track = torch.ops.dcnet.track_norm if torch.compiler.is_compiling() else _track_norm
         with torch.no_grad():
             track(mean, self.running_norm, self.num_batches_tracked, self.momentum)
 

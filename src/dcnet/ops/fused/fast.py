@@ -2,7 +2,8 @@
 
 Triton works out from every argument which compiled variant to run, which takes longer than most of our kernels do. The
 variant depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all but the
-pointers and the floats, which do not matter for the variant; from the second launch on it runs the variant directly.
+pointers and the floats, which do not matter for the variant; from the second launch on it runs the variant directly. It is for
+tensors of the same dtypes every time: plans, which keep the launchers, are kept by dtypes too.
 
 An allocation costs as much as a launch. So the many small float32 buffers of a call are pieces of few tensors: a piece is
 (tensor, offset in elements), and a kernel takes its tensors first, then its pieces, then floats.
@@ -10,7 +11,7 @@ An allocation costs as much as a launch. So the many small float32 buffers of a 
 
 from collections.abc import Sequence
 from functools import reduce
-from operator import attrgetter, or_
+from operator import or_
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 Piece = tuple[Tensor, int]
 
-_DTYPE, _ADDRESS = attrgetter("dtype"), Tensor.data_ptr
+_ADDRESS = Tensor.data_ptr
 _ALIGNED = 4  # float32 elements: what a kernel loads at once
 
 
@@ -30,24 +31,22 @@ def aligned(size: int) -> int:
 class Launcher:
     """A kernel with its grid and its arguments behind pointers and floats."""
 
-    __slots__ = ("fixed", "grid", "kernel", "variants", "warps")
+    __slots__ = ("before", "fixed", "grid", "kernel", "variant", "warps")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], fixed: Sequence[Any], warps: int = 4) -> None:
         self.kernel, self.grid, self.fixed, self.warps = kernel, (*grid, 1, 1)[:3], tuple(fixed), warps
-        self.variants: dict[tuple[torch.dtype, ...], Any] = {}
+        self.variant: Any = None
+        self.before: tuple[Any, ...] = ()  # what the variant takes before the arguments
 
     def __call__(self, tensors: Sequence[Tensor], pieces: Sequence[Piece], *floats: float) -> None:
         """Runs the kernel on the current stream of the current device."""
-        key = tuple(map(_DTYPE, tensors))
-        variant = self.variants.get(key)
         addresses = [*map(_ADDRESS, tensors), *[tensor.data_ptr() + 4 * offset for tensor, offset in pieces]]
-        usual = reduce(or_, addresses) % 16 == 0
-        if variant is None or not usual:
+        if self.variant is None or reduce(or_, addresses) % 16:
             views = [tensor.view(-1)[offset:] if offset else tensor for tensor, offset in pieces]
             compiled = self.kernel[self.grid](*tensors, *views, *floats, *self.fixed, num_warps=self.warps)
-            if compiled is not None and usual:  # None in the interpreter
-                self.variants[key] = compiled
+            if compiled is not None and reduce(or_, addresses) % 16 == 0:  # None in the interpreter
+                # no metadata and no hooks: those are for Triton's profiler
+                self.variant, self.before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
             return
         stream = torch._C._cuda_getCurrentRawStream(pieces[0][0].device.index)
-        # no metadata and no hooks: those are for Triton's profiler
-        variant.run(*self.grid, stream, variant.function, variant.packed_metadata, None, None, None, *addresses, *floats, *self.fixed)
+        self.variant(*self.grid, stream, *self.before, *addresses, *floats, *self.fixed)

@@ -24,8 +24,8 @@ def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
     return torch.convolution(x, unit, None, options.stride, options.padding, options.dilation, False, zeros, options.groups)
 
 
-def forward(t: Operands, o: Options, effects: Effects) -> tuple[Tensor, Kept]:
-    """act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone; and what backward needs."""
+def forward(t: Operands, o: Options, effects: Effects, keep: bool = True) -> tuple[Tensor, Kept]:
+    """act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone; and, if it is to be kept, what backward needs."""
     at = places_of(t, o)
     vectors = torch.empty(at.size, dtype=torch.float32, device=t.x.device)
     unit = launch.unit_kernel(t.weight, (vectors, 0), o.eps, t.x.dtype)
@@ -40,7 +40,7 @@ def forward(t: Operands, o: Options, effects: Effects) -> tuple[Tensor, Kept]:
         operator = operator_named(o.magnitude, o.angular, o.weighting)
         h = operator.magnitude_one(vectors[: dot.shape[1]], *rho_and_learned(t, o))[0]
         torch.mul(h, operator.magnitude.value("alpha", 1.0), out=vectors[at.factor : at.factor + dot.shape[1]])
-    out = torch.empty_like(dot)
+    out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
     if dot.numel():
         residual = dot if t.residual is None else launch.like(t.residual, dot)
         _launch(t, o, effects, how, plan, (dot, norms, out, residual, *tensors), [*pieces, (scratch, plan.scratch), (scratch, plan.squares)])
@@ -56,6 +56,7 @@ def _launch(t: Operands, o: Options, effects: Effects, how: Plan, plan: launch.N
     track, mean_momentum = 0, 0.0
     running_norm = mean_batches = some
     if o.mean_kind == OF_BATCH and tracked is not None and tracked.running_norm is not None and not recomputing():
+        assert tracked.running_norm.dtype == torch.float32
         running_norm, mean_batches = tracked.running_norm, either(tracked.num_batches_tracked, some)
         track, mean_momentum = (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
     averages = t.running_mean is not None and t.running_var is not None

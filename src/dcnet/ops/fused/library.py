@@ -62,8 +62,14 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
     """The output; in a compiled graph also what `Kept.vectors` has, for averages that are still to be moved."""
+    differentiable = torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in operands])
     if not torch.compiler.is_compiling():
-        return _apply(options, effects, *operands), None
+        if differentiable:
+            return _apply(options, effects, *operands), None
+        with on_device(operands.x):
+            return forward(operands, options, effects, keep=False)[0], None
+    if not differentiable and effects == NO_EFFECTS:
+        return torch.ops.dcnet.decoupled_inference(*operands, *options), None
     out, *kept = torch.ops.dcnet.decoupled(*operands, *options)
     return out, kept[-1]
 
@@ -84,6 +90,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     with on_device(operands.x):
         out, kept = forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS)
     return out, *kept
+
+
+def _inference(*arguments: Any) -> Tensor:
+    operands = Operands(*arguments[:TENSORS])
+    with on_device(operands.x):
+        return forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS, keep=False)[0]
+
+
+def _inference_fake(*arguments: Any) -> Tensor:
+    return _forward_fake(*arguments)[0]
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -140,6 +156,7 @@ def _register(name: str, signature: str, implementation: Any, fake: Any) -> None
     torch.library.register_fake(f"dcnet::{name}", fake, lib=_LIBRARY)
 
 
+_register("decoupled_inference", f"{_OPERANDS}, {_OPTIONS}) -> Tensor", _inference, _inference_fake)
 _register("decoupled", f"{_OPERANDS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (1 + KEPT))})", _forward, _forward_fake)
 _register(
     "decoupled_backward",  # without a gradient: a second derivative is an error, not a wrong number

@@ -119,7 +119,7 @@ def gradient_size(t: Operands, o: Options) -> int:
 
 def norm_plan(t: Operands, o: Options) -> launch.NormPlan:
     """How the kernels of patch norms go over x."""
-    return launch.norm_plan(t.x.shape, t.x.stride(), t.weight.shape[2:], tuple(o.stride), tuple(o.padding), tuple(o.dilation), o.groups)
+    return launch.norm_plan(t.x.shape, t.x.stride(), t.x.dtype, t.weight.shape[2:], tuple(o.stride), tuple(o.padding), tuple(o.dilation), o.groups)
 
 
 def epilogue(t: Operands, dot: Tensor, vectors: Tensor, o: Options) -> tuple[Plan, list[Tensor], list[Piece]]:
@@ -127,7 +127,8 @@ def epilogue(t: Operands, dot: Tensor, vectors: Tensor, o: Options) -> tuple[Pla
     at = places_of(t, o)
     nothing = (vectors, 0)
     there = (o.weighting in ("linear", "separate"), o.weighting == "joint", t.radius is not None, t.bias is not None)
-    how = plan_of(dot, o.groups, (o.magnitude, o.angular, o.weighting), there, o.radius_kind, o.mean_kind != NO_MEAN)
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in t])
+    how = plan_of(dot, o.groups, (o.magnitude, o.angular, o.weighting), there, o.radius_kind, o.mean_kind != NO_MEAN, dtypes)
     mean = (t.mean_norm, 0) if t.mean_norm is not None else (vectors, at.mean) if o.mean_kind != NO_MEAN else nothing
     # ‖w‖ comes first among the vectors: "linear" has it as factor, "joint" as gain
     factor = (vectors, at.factor) if o.weighting == "separate" else nothing

@@ -116,11 +116,13 @@ def _places(choice: Choice, first: int) -> Sequence[int]:
 _PLANS: dict[Any, tuple[Operator, Plan]] = {}
 
 
-def plan_of(dot: Tensor, groups: int, names: tuple[str, str, str], there: tuple[bool, ...], radius: int, mean: bool) -> Plan:
-    """The plan for this output, made once."""
+def plan_of(
+    dot: Tensor, groups: int, names: tuple[str, str, str], there: tuple[bool, ...], radius: int, mean: bool, dtypes: tuple[torch.dtype | None, ...]
+) -> Plan:
+    """The plan for this output and for operands of these dtypes, made once."""
     operator = operator_named(*names)
     # strides too: with 1×1 maps or one channel, several orders have the same strides
-    key = (dot.shape, dot.stride(), dot.dtype, dot.device, groups, names, there, radius, mean)
+    key = (dot.shape, dot.stride(), dot.dtype, dot.device, groups, names, there, radius, mean, dtypes)
     found = _PLANS.get(key)
     if found is None or found[0] is not operator:
         if len(_PLANS) >= 4096:  # shapes that never come again
