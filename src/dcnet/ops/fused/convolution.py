@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, Finish
+from dcnet.ops.fused import averages  # noqa: F401 - registers its operator
 from dcnet.ops.fused.launch import dense
 from dcnet.ops.fused.library import decoupled
 from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
@@ -61,24 +62,17 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
         if tensor is not None and tensor.device != x.device:  # kernels read whatever address they are given
             raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
     out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
-    if vectors is not None:
-        kernels = weight.shape[0]
-        at = places(kernels, where.groups, mean_kind, follows, operator.names[2])
-        if tracked is not None:
-            tracked.track(vectors[at.mean : at.mean + where.groups])
-        if moves:
-            _move(finish, vectors[at.norm : at.norm + 2 * kernels].view(2, kernels), out.numel() // kernels)
+    if vectors is not None and (moves or (tracked is not None and tracked.running_norm is not None)):
+        _move_averages(vectors, options, weight.shape[0], tracked, finish if moves else _NO_FINISH, out.numel() // weight.shape[0])
     return out
 
 
-def _move(finish: Finish, norm: Tensor, count: int) -> None:
-    """Moves BatchNorm's running averages towards the statistics of this batch."""
-    assert finish.running_mean is not None
-    assert finish.running_var is not None
-    with torch.no_grad():
-        finish.count_batch()
-        finish.running_mean.lerp_(norm[0].to(finish.running_mean.dtype), finish.momentum)
-        finish.running_var.lerp_((norm[1] * (count / max(1, count - 1))).to(finish.running_var.dtype), finish.momentum)
+def _move_averages(vectors: Tensor, options: Options, kernels: int, tracked: BatchMean | None, finish: Finish, count: int) -> None:
+    """Moves the running averages towards what a compiled graph has computed."""
+    at = places(kernels, options.groups, options.mean_kind, options.follows, options.weighting)
+    mean = (None, None, None) if tracked is None else (tracked.running_norm, tracked.num_batches_tracked, tracked.momentum)
+    norm = (finish.running_mean, finish.running_var, finish.batches)
+    torch.ops.dcnet.move_averages(vectors, at.mean, at.norm, kernels, options.groups, *mean, *norm, finish.momentum, count)
 
 
 def _convolution_dtype(x: Tensor) -> torch.dtype:

@@ -79,7 +79,6 @@ class Places(NamedTuple):
     size: int
 
 
-@lru_cache(1024)
 def places(kernels: int, groups: int, mean_kind: int, follows: int, weighting: str) -> Places:
     """The places for so many kernels."""
     factor = kernels if weighting == "separate" else 0
@@ -87,9 +86,12 @@ def places(kernels: int, groups: int, mean_kind: int, follows: int, weighting: s
     return Places(*accumulate(map(aligned, (kernels, 6 * kernels if follows else 0, factor, mean)), initial=0))
 
 
+known_places = lru_cache(1024)(places)  # torch.compile follows the function itself
+
+
 def places_of(t: Operands, o: Options) -> Places:
     """The places for these operands."""
-    return places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting)
+    return known_places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting)
 
 
 class Gradients(NamedTuple):

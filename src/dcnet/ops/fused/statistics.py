@@ -7,6 +7,62 @@ from dcnet.ops.fused.parts import rho_of, total, vector
 
 
 @triton.jit
+def track_norm(running_norm, batches, momentum, g, value, TRACK: tl.constexpr, TALLY: tl.constexpr):
+    """A step of the running average of E{‖x‖} towards a value; TRACK: 1 with the momentum, 2 cumulative. `batches` were seen before."""
+    seen = tl.load(batches).to(tl.float32) + 1.0
+    share = 1.0 / seen
+    if TRACK == 1:
+        share = tl.where(seen == 1.0, 1.0, momentum)  # the first batch is taken as it is
+    old = tl.load(running_norm + g).to(tl.float32)
+    tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty))
+    if TALLY:
+        tl.store(batches, seen.to(batches.dtype.element_ty))
+
+
+@triton.jit
+def move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at, ok):
+    """A step of BatchNorm's running averages, for a block of channels."""
+    old = tl.load(running_mean + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(running_mean + at, (old + momentum * (mean - old)).to(running_mean.dtype.element_ty), mask=ok)
+    old = tl.load(running_var + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(running_var + at, (old + momentum * (variance * unbiased - old)).to(running_var.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def move_averages(
+    running_norm,
+    mean_batches,
+    running_mean,
+    running_var,
+    norm_batches,
+    mean,
+    norm,
+    mean_momentum,
+    unbiased,
+    norm_momentum,
+    groups,
+    channels,
+    TRACK: tl.constexpr,
+    TALLY: tl.constexpr,
+    MOVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The running averages of a layer take a step towards what is in `mean` and `norm`: for compiled graphs, where no other kernel may."""
+    pid = tl.program_id(0)
+    if TRACK > 0:
+        if pid < groups:
+            track_norm(running_norm, mean_batches, mean_momentum, pid, tl.load(mean + pid), TRACK, TALLY)
+    if MOVE:
+        ch = pid * BLOCK + tl.arange(0, BLOCK)
+        ok = ch < channels
+        value = tl.load(norm + ch, mask=ok, other=0.0)
+        variance = tl.load(norm + channels + ch, mask=ok, other=0.0)
+        move_norm(running_mean, running_var, value, variance, unbiased, norm_momentum, ch, ok)
+        if pid == 0:
+            tl.store(norm_batches, tl.load(norm_batches) + 1)
+
+
+@triton.jit
 def mean_norm(
     mean,
     norm_sums,
@@ -24,8 +80,7 @@ def mean_norm(
 ):
     """E{‖x‖} of a group. MEAN: 0 for none, 1 where it has been computed, 2 for a sum of `parts` numbers, the rows of `norm_sums`.
 
-    The one program of a group that `writes` stores it. TRACK: 1 moves its running average, 2 makes that cumulative; `batches` were seen
-    before. TALLY counts this one, which only a single program can do.
+    The one program of a group that `writes` stores it, and tracks it. TALLY counts the batch, which only a single program can do.
     """
     value = 1.0
     if MEAN == 1:
@@ -39,14 +94,7 @@ def mean_norm(
         if writes:
             tl.store(mean + g, value)
             if TRACK > 0:
-                seen = tl.load(batches).to(tl.float32) + 1.0
-                share = 1.0 / seen
-                if TRACK == 1:
-                    share = tl.where(seen == 1.0, 1.0, momentum)  # the first batch is taken as it is
-                old = tl.load(running_norm + g).to(tl.float32)
-                tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty))
-                if TALLY:
-                    tl.store(batches, seen.to(batches.dtype.element_ty))
+                track_norm(running_norm, batches, momentum, g, value, TRACK, TALLY)
     return value
 
 
@@ -102,12 +150,7 @@ def normalisation(
         tl.store(norm + 3 * channels + at, scale, mask=ok)
         tl.store(norm + 4 * channels + at, shift, mask=ok)
         if MOVE:
-            old_mean = tl.load(running_mean + at, mask=ok, other=0.0).to(tl.float32)
-            old_var = tl.load(running_var + at, mask=ok, other=1.0).to(tl.float32)
-            moved = old_mean + momentum * (mean - old_mean)
-            tl.store(running_mean + at, moved.to(running_mean.dtype.element_ty), mask=ok)
-            moved = old_var + momentum * (variance * unbiased - old_var)
-            tl.store(running_var + at, moved.to(running_var.dtype.element_ty), mask=ok)
+            move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at, ok)
             if first_program:
                 tl.store(batches, tl.load(batches) + 1)
     return scale, shift
