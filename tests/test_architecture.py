@@ -17,7 +17,8 @@ ALLOWED = {
     "layers": {"formulas", "ops"},
     "models": {"formulas", "ops", "layers"},
     "figures": {"formulas"},
-    "cli": {"formulas", "ops", "layers", "models", "figures", ""},
+    "bench": {"formulas", "ops", "layers", "models"},
+    "cli": {"formulas", "ops", "layers", "models", "figures", "bench", ""},
     "__main__": {"cli"},
     "": {"formulas", "ops", "layers", "models"},  # dcnet/__init__.py
 }

@@ -62,7 +62,7 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
     """The output; in a compiled graph also what `Kept.vectors` has, for averages that are still to be moved."""
-    differentiable = torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in operands])
+    differentiable = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands)
     if not torch.compiler.is_compiling():
         if differentiable:
             return _apply(options, effects, *operands), None

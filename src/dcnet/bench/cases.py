@@ -1,0 +1,122 @@
+"""What is measured: layers as they occur in our networks, and whole networks, by each provider."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dcnet.layers import DecoupledConv2d
+from dcnet.models import create_model
+
+PROVIDERS = ("plain", "straightforward", "straightforward compiled", "ours", "ours compiled", "plain compiled")
+# every magnitude with cosine, and three operators with costlier angles
+OPERATORS = (
+    *(f"{magnitude} + cosine" for magnitude in ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")),
+    *("tanh + linear", "seg + square_cosine", "tanh + sigmoid"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. what: "layer" or "network"; name: its shape, or the network's; mode: what is timed."""
+
+    what: str
+    name: str
+    mode: str  # "forward", "forward + backward", "training step", "inference"
+    batch: int
+    dtype: str  # "bfloat16" (autocast) or "float32"
+    layout: str  # "channels_last" or "contiguous"
+    operator: str  # "magnitude + angular"
+    provider: str
+
+    @property
+    def plain(self) -> "Case":
+        """The plain twin, compiled where this is."""
+        return replace(self, operator="", provider="plain compiled" if self.provider.endswith("compiled") else "plain")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A 3×3 convolution as it occurs in a network."""
+
+    inputs: int
+    outputs: int
+    kernel: int
+    stride: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.inputs}→{self.outputs}, {self.kernel}×{self.kernel}/{self.stride}, {self.size}×{self.size}"
+
+    @staticmethod
+    def parse(text: str) -> "Shape":
+        channels, window, size = text.split(", ")
+        inputs, outputs = channels.split("→")
+        kernel, stride = window.split("/")
+        return Shape(int(inputs), int(outputs), int(kernel.split("×")[0]), int(stride), int(size.split("×")[0]))
+
+
+def shapes_of(network: str, size: int = 32) -> list[Shape]:
+    """The decoupled convolutions of a network on square images, each shape once, the commonest first."""
+    seen: dict[Shape, int] = {}
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
+        assert isinstance(module, DecoupledConv2d)
+        shape = Shape(module.in_channels, module.out_channels, module.kernel_size[0], module.stride[0], inputs[0].shape[-1])
+        seen[shape] = seen.get(shape, 0) + 1
+
+    model = create_model(network, input_size=size).eval()
+    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, DecoupledConv2d)]
+    with torch.no_grad():
+        model(torch.zeros(1, 3, size, size))
+    for hook in hooks:
+        hook.remove()
+    return sorted(seen, key=lambda shape: -seen[shape])
+
+
+def cases(cuda: bool, what: str = "all", quick: bool = False) -> Iterator[Case]:
+    """What `dcnet bench` measures on such a device, plain twins first."""
+    if what in ("all", "networks"):
+        yield from _networks(cuda, quick)
+    if what in ("all", "layers"):
+        yield from _layers(cuda, quick)
+
+
+def _with_plain(case: Case, providers: tuple[str, ...], operators: tuple[str, ...]) -> Iterator[Case]:
+    for plain in ("plain", "plain compiled"):
+        if any(replace(case, provider=provider).plain.provider == plain for provider in providers):
+            yield replace(case, operator="", provider=plain)
+    for provider in providers:
+        for operator in operators:
+            yield replace(case, operator=operator, provider=provider)
+
+
+EVERY = ("ours", "ours compiled", "straightforward", "straightforward compiled")
+
+
+def _networks(cuda: bool, quick: bool) -> Iterator[Case]:
+    if not cuda:
+        step = Case("network", "cnn9_narrow", "training step", 64, "float32", "contiguous", "", "")
+        yield from _with_plain(step, ("ours",), ("tanh + cosine", "tanh + linear"))
+        return
+    step = Case("network", "resnet32", "training step", 512, "bfloat16", "channels_last", "", "")
+    yield from _with_plain(step, ("ours",), OPERATORS)
+    yield from _with_plain(step, ("ours compiled",), ("tanh + cosine",))
+    yield from _with_plain(replace(step, mode="inference"), ("ours", "ours compiled"), ("tanh + cosine",))
+    if quick:
+        return
+    yield from _with_plain(step, ("straightforward", "straightforward compiled"), ("tanh + cosine",))
+    for network in ("resnet32", "cnn9"):
+        for batch in (128, 512):
+            for dtype in ("bfloat16", "float32"):
+                yield from _with_plain(replace(step, name=network, batch=batch, dtype=dtype), EVERY, ("tanh + cosine",))
+
+
+def _layers(cuda: bool, quick: bool) -> Iterator[Case]:
+    batch, dtype, layout = (512, "bfloat16", "channels_last") if cuda else (16, "float32", "contiguous")
+    shapes = shapes_of("resnet32" if cuda else "cnn9_narrow")
+    for shape in shapes[: 3 if quick or not cuda else None]:
+        for mode in ("forward", "forward + backward"):
+            case = Case("layer", str(shape), mode, batch, dtype, layout, "", "")
+            yield from _with_plain(case, ("ours", "straightforward") if cuda else ("ours",), ("tanh + cosine", "tanh + linear"))

@@ -1,0 +1,171 @@
+"""Time and peak memory of one case."""
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dcnet.bench.cases import Case, Shape
+from dcnet.bench.straightforward import straightforward_
+from dcnet.layers import DecoupledConv2d
+from dcnet.models import create_model
+
+Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80th percentile
+
+
+def measure(case: Case, device: torch.device, repeats: int) -> Measures:
+    """Milliseconds, MiB of peak memory (on a GPU) and seconds until the first call was through."""
+    torch._dynamo.reset()
+    gc.collect()
+    with _settings(case, device):
+        run = (_network if case.what == "network" else _layer)(case, device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        first = time.perf_counter() - start
+        for _ in range(3):
+            run()
+        memory = _peak(run) if device.type == "cuda" else None
+        if case.mode == "inference" and device.type == "cuda":
+            run = _graph(run)  # the host is no part of what inference costs
+        times = _times(run, device, repeats)
+    measures = {"milliseconds": times, "first call, seconds": (first,) * 3}
+    return measures if memory is None else measures | {"peak MiB": (memory,) * 3}
+
+
+def _settings(case: Case, device: torch.device) -> AbstractContextManager[Any]:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.backends.cudnn.benchmark = True
+        # float32 as PyTorch has it by default: TF32 in convolutions
+    return nullcontext()
+
+
+def _network(case: Case, device: torch.device) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    model = _provided(create_model(case.name, **_operator(case)), case, device)
+    x = _ordered(torch.rand(case.batch, 3, 32, 32, device=device), case)
+    labels = torch.randint(0, 10, (case.batch,), device=device)
+    compiled = torch.compile(model) if case.provider.endswith("compiled") else model
+    if case.mode == "inference":
+        model.eval()
+
+        def infer() -> Tensor:
+            with torch.inference_mode(), _autocast(case, device):
+                return compiled(x)
+
+        return infer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=device.type == "cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with _autocast(case, device):
+            loss = cross_entropy(compiled(x), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _layer(case: Case, device: torch.device) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    shape = Shape.parse(case.name)
+    layer: nn.Module
+    geometry = {"stride": shape.stride, "padding": shape.kernel // 2, "bias": False}
+    if case.operator:
+        layer = DecoupledConv2d(shape.inputs, shape.outputs, shape.kernel, **geometry, **_operator(case))  # type: ignore[arg-type]
+    else:
+        layer = nn.Conv2d(shape.inputs, shape.outputs, shape.kernel, **geometry)  # type: ignore[arg-type]
+    layer = _provided(layer, case, device)
+    dtype = getattr(torch, case.dtype)
+    x = _ordered(torch.randn(case.batch, shape.inputs, shape.size, shape.size, device=device, dtype=dtype), case).requires_grad_()
+    compiled = torch.compile(layer) if case.provider.endswith("compiled") else layer
+    with _autocast(case, device):
+        e = torch.randn_like(compiled(x))
+
+    def forward() -> Tensor:
+        with _autocast(case, device):
+            return compiled(x)
+
+    def both() -> None:
+        torch.autograd.grad(forward(), [x, *layer.parameters()], e)
+
+    return both if case.mode == "forward + backward" else torch.no_grad()(forward)
+
+
+def _operator(case: Case) -> dict[str, Any]:
+    if not case.operator:
+        return {"magnitude": None}
+    magnitude, angular = case.operator.split(" + ")
+    return {"magnitude": magnitude, "angular": angular}
+
+
+def _provided(model: nn.Module, case: Case, device: torch.device) -> nn.Module:
+    if case.provider.startswith("straightforward"):
+        straightforward_(model)
+    model.to(device)
+    return model.to(memory_format=torch.channels_last) if case.layout == "channels_last" else model  # type: ignore[call-overload]
+
+
+def _ordered(x: Tensor, case: Case) -> Tensor:
+    return x.to(memory_format=torch.channels_last) if case.layout == "channels_last" else x
+
+
+def _autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if case.dtype == "bfloat16" else nullcontext()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _peak(run: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+def _graph(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The same launches as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def _times(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float, float]:
+    """Milliseconds of one call. On a GPU calls follow one another without waiting, as in training."""
+    if device.type == "cuda":
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for start, end in events:
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) for start, end in events]
+    else:
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
+    low, middle, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    return low, middle, high

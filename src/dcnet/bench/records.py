@@ -1,0 +1,98 @@
+"""Runs cases and keeps the records: one long-form CSV, a row for each metric, written as it comes."""
+
+import csv
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from dcnet.bench.cases import Case
+from dcnet.bench.measure import measure
+
+CASE = [field.name for field in fields(Case)]
+COLUMNS = [*CASE, "metric", "p20", "p50", "p80", "repeats", "device", "torch", "triton", "python", "commit", "note"]
+
+Row = dict[str, str]
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a results file; none where there is no file yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if rows and list(rows[0]) != COLUMNS:
+        raise ValueError(f"{path} has the columns {', '.join(rows[0])}; expected {', '.join(COLUMNS)}")
+    return rows
+
+
+def circumstances(device: torch.device) -> Row:
+    """Where and with what a measurement is made."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = ""
+    return {"device": name, "torch": torch.__version__, "triton": triton, "python": platform.python_version(), "commit": commit()}
+
+
+def commit() -> str:
+    """The commit of the source, with a + if it was changed since; empty outside a repository."""
+    where = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "."], cwd=where.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head + ("+" if changed else "")
+
+
+def run(
+    wanted: Iterable[Case], path: Path, device: torch.device, repeats: int, progress: Callable[[str], None], known_commit: str | None = None
+) -> list[Row]:
+    """Measures what the file does not have yet for this device, these versions and this commit; gives all its rows."""
+    here = circumstances(device)
+    if known_commit is not None:
+        here["commit"] = known_commit
+    rows = read(path)
+    done = {_key(row) for row in rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for case in dict.fromkeys(wanted):
+        row = {name: str(value) for name, value in asdict(case).items()}
+        if _key(row | here) in done:
+            progress(f"{_title(case)}: known")
+            continue
+        try:
+            results, note = measure(case, device, repeats), ""
+        except torch.OutOfMemoryError:
+            results, note = {"milliseconds": (float("nan"),) * 3}, "out of memory"
+        new = [
+            row | here | {"metric": metric, "p20": f"{p20:.4g}", "p50": f"{p50:.5g}", "p80": f"{p80:.4g}", "repeats": str(repeats), "note": note}
+            for metric, (p20, p50, p80) in results.items()
+        ]
+        _append(path, new)
+        rows += new
+        progress(f"{_title(case)}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}")
+    return rows
+
+
+def _append(path: Path, rows: list[Row]) -> None:
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in (*CASE, "device", "torch", "triton", "commit"))
+
+
+def _title(case: Case) -> str:
+    return f"{case.name}, {case.mode}, batch {case.batch}, {case.dtype}, {case.provider}{f' {case.operator}' if case.operator else ''}"

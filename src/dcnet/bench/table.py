@@ -1,0 +1,56 @@
+"""The README's table out of the records: ratios to the plain network in the same circumstances."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dcnet.bench.cases import Case
+from dcnet.bench.records import CASE, Row
+
+BEGIN, END = "<!-- dcnet bench: begin -->", "<!-- dcnet bench: end -->"
+_TOGETHER = ("device", "torch", "triton", "commit")  # a ratio is taken within these
+
+
+def render(rows: Iterable[Row]) -> str:
+    """A Markdown table of time and peak memory, each as a ratio to the plain twin; the last record of a case counts."""
+    values: dict[tuple[str, ...], float] = {}
+    order: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        case = tuple(row[name] for name in CASE)
+        together = tuple(row[name] for name in _TOGETHER)
+        values[*together, *case, row["metric"]] = float(row["p50"])
+        order.setdefault((*together, *case), row)
+    lines = []
+    for row in order.values():
+        if not row["operator"]:
+            continue
+        plain = _case(row).plain
+        together = tuple(row[name] for name in _TOGETHER)
+        mine = (*together, *(row[name] for name in CASE))
+        twin = (*together, *(str(getattr(plain, name)) for name in CASE))
+        time = _ratio(values.get((*mine, "milliseconds")), values.get((*twin, "milliseconds")))
+        memory = _ratio(values.get((*mine, "peak MiB")), values.get((*twin, "peak MiB")))
+        milliseconds = values[*mine, "milliseconds"]
+        what = f"{row['name']}, {row['mode']}"
+        setting = f"{row['batch']}, {row['dtype']}, {row['layout']}"
+        lines.append(f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {memory} |")
+    head = "| what | batch, dtype, layout | operator | provider | ms | time | memory |\n|---|---|---|---|---|---|---|"
+    circumstances = sorted({f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values()})
+    return "\n".join([head, *lines, "", "Time and memory are ratios to the plain network in the same run. " + "; ".join(circumstances) + "."])
+
+
+def render_into(path: Path, table: str) -> None:
+    """Puts the table between its two marks in a file."""
+    text = path.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path} must have the lines {BEGIN} and {END} once each, for the table to go between")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def _case(row: Row) -> Case:
+    return Case(**{name: int(row[name]) if name == "batch" else row[name] for name in CASE})  # type: ignore[arg-type]
+
+
+def _ratio(value: float | None, plain: float | None) -> str:
+    return "" if value is None or plain is None else f"{value / plain:.2f}"

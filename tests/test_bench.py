@@ -1,0 +1,116 @@
+"""The benchmark: what it measures, what it writes, and the table made of it."""
+
+import csv
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dcnet
+from dcnet.bench import Case, cases, records, render, render_into, run
+from dcnet.bench import measure as measuring
+from dcnet.bench.cases import Shape, shapes_of
+from dcnet.bench.records import COLUMNS, read
+from dcnet.bench.straightforward import straightforward_
+from dcnet.bench.table import BEGIN, END
+from dcnet.cli import app
+
+CPU = torch.device("cpu")
+LAYER = Case("layer", "3→4, 3×3/1, 5×5", "forward + backward", 2, "float32", "contiguous", "tanh + cosine", "ours")
+NETWORK = Case("network", "cnn9_narrow", "training step", 1, "float32", "channels_last", "", "plain")
+
+
+def test_straightforward_computes_the_same():
+    torch.manual_seed(0)
+    ours = dcnet.create_model("resnet32", input_size=8)
+    theirs = dcnet.create_model("resnet32", input_size=8)
+    theirs.load_state_dict(ours.state_dict())
+    straightforward_(theirs)
+    x = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(theirs(x), ours(x), rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="step by step"):
+        straightforward_(dcnet.create_model("cnn9_narrow", weighting="linear"))
+
+
+def test_shapes_are_those_of_the_network():
+    shapes = shapes_of("cnn9_narrow")
+    assert shapes[0] == Shape(32, 32, 3, 1, 32)
+    assert Shape(64, 128, 3, 1, 8) in shapes
+    assert all(Shape.parse(str(shape)) == shape for shape in shapes)
+
+
+def test_every_case_has_its_plain_twin():
+    for cuda in (True, False):
+        for what in ("all", "networks", "layers"):
+            wanted = list(cases(cuda, what))
+            assert {case.plain for case in wanted} <= set(wanted)
+    quick = [case.operator for case in cases(True, "networks", quick=True) if case.provider == "ours" and case.mode == "training step"]
+    assert {operator for operator in quick if operator.endswith("+ cosine")} == {f"{name} + cosine" for name in dcnet.magnitudes()}
+
+
+@pytest.mark.parametrize(
+    "case", [LAYER, LAYER.plain, Case(**{**vars(LAYER), "mode": "forward", "provider": "straightforward"}), NETWORK], ids=lambda c: c.provider
+)
+def test_a_measurement(case):
+    measures = measuring.measure(case, CPU, 3)
+    low, middle, high = measures["milliseconds"]
+    assert 0 < low <= middle <= high
+    assert "peak MiB" not in measures  # no such thing on a CPU
+
+
+def test_records_are_kept_and_not_made_twice(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "bench.csv"
+    lines = []
+    rows = run([LAYER.plain, LAYER], path, CPU, 3, lines.append, "abc")
+    with path.open(newline="") as file:
+        assert list(csv.DictReader(file)) == rows == read(path)
+    assert set(rows[0]) == set(COLUMNS)
+    assert {row["commit"] for row in rows} == {"abc"}
+    again = run([LAYER], path, CPU, 3, lines.append, "abc")
+    assert again == rows
+    assert lines[-1].endswith("known")
+
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(records, "measure", fails)
+    failed = run([LAYER], path, CPU, 3, lines.append, "def")[-1]
+    assert failed["note"] == "out of memory"
+    assert math.isnan(float(failed["p50"]))
+
+
+def record(case, metric, value):
+    rest = {"p20": "0", "p50": str(value), "p80": "0", "repeats": "3", "device": "GPU", "torch": "2", "triton": "", "python": "3", "commit": "a"}
+    return {**{key: str(item) for key, item in vars(case).items()}, "metric": metric, **rest, "note": ""}
+
+
+def test_the_table_has_ratios(tmp_path):
+    rows = [record(LAYER.plain, "milliseconds", 2.0), record(LAYER, "milliseconds", 3.0), record(LAYER.plain, "peak MiB", 10.0)]
+    rows.append(record(LAYER, "peak MiB", 11.0))
+    table = render(rows)
+    assert "| tanh + cosine | ours | 3 | 1.50 | 1.10 |" in table
+    file = tmp_path / "README.md"
+    file.write_text("before\n")
+    with pytest.raises(ValueError, match="once each"):
+        render_into(file, table)
+    file.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    render_into(file, table)
+    assert file.read_text() == f"before\n{BEGIN}\n{table}\n{END}\nafter\n"
+
+
+def test_command_line(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "--what", "network"])
+    assert result.exit_code == 2
+    assert "networks" in result.output
+    result = CliRunner().invoke(app, ["bench", "--render", "--out", str(tmp_path / "none.csv")])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
+    path = tmp_path / "bench.csv"
+    run([LAYER.plain, LAYER], path, CPU, 3, lambda _: None, "abc")
+    result = CliRunner().invoke(app, ["bench", "--render", "--out", str(path)])
+    assert result.exit_code == 0
+    assert "| ours |" in result.output
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="expected what, name"):
+        read(path)
