@@ -9,6 +9,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch._dynamo
+import torch._functorch.config
+
+# This cache on disk knows our operators by name only: after a change to one it would run what another version compiled.
+torch._functorch.config.enable_autograd_cache = False
 
 # The same examples on every run, and no deadline: the first call of a torch operation is slow.
 settings.register_profile("dcnet", deadline=None, derandomize=True)

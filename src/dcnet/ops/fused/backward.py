@@ -35,8 +35,13 @@ from dcnet.ops.fused.plan import Plan, operator_named
 from dcnet.ops.mean_norm import distributed
 
 
-def backward(e: Tensor, t: Operands, kept: Kept, out: Tensor | None, o: Options, residual: bool, want_x: bool, want_weight: bool) -> Gradients:
-    """The gradients of `forward`; t as `saved_for_backward` leaves it, `out` where a residual is followed by an activation."""
+def backward(
+    e: Tensor, t: Operands, kept: Kept, out: Tensor | None, o: Options, residual: bool, want_x: bool, want_weight: bool, add: bool = True
+) -> Gradients:
+    """The gradients of `forward`; t as `saved_for_backward` leaves it, `out` where a residual is followed by an activation.
+
+    add: whether to add the norms' gradient to the convolution's. A compiled graph does that itself, in a pass with what comes next.
+    """
     dot = kept.dot
     how, tensors, pieces = epilogue(t, dot, kept.vectors, o)
     of_vectors = torch.empty(gradient_size(t, o), dtype=torch.float32, device=dot.device)
@@ -44,7 +49,9 @@ def backward(e: Tensor, t: Operands, kept: Kept, out: Tensor | None, o: Options,
     behind = torch.empty_like(dot) if behind_activation else dot.new_empty(0)
     grad_d = torch.empty_like(dot)
     plan = norm_plan(t, o)
-    scratch = torch.empty(how.scratch + plan.squares, dtype=torch.float32, device=dot.device)
+    separate = want_x and not add
+    scratch = torch.empty(how.scratch + (0 if separate else plan.squares), dtype=torch.float32, device=dot.device)
+    products = torch.empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if separate else 0, dtype=torch.float32, device=dot.device)
     if dot.numel():
         _epilogue_backward(launch.like(e, dot), t, kept, out, o, how, tensors, pieces, (grad_d, of_vectors, behind, scratch))
     else:
@@ -53,9 +60,10 @@ def backward(e: Tensor, t: Operands, kept: Kept, out: Tensor | None, o: Options,
     of_w_norm = (of_vectors, 0) if o.weighting else None  # the gradient of the factor, or of the gain
     if o.weighting == "separate":
         of_w_norm = (_factor_backward(t, kept.vectors[: dot.shape[1]], of_vectors, o), 0)
-    grad_x, grad_weight = _convolution_backward(grad_d, scratch, of_w_norm, t, kept, o, how, plan, want_x, want_weight)
+    into = (products, 0) if separate else (scratch, how.scratch)
+    grad_x, grad_weight = _convolution_backward(grad_d, scratch, of_w_norm, t, kept, o, how, plan, want_x, want_weight, into, add)
     of_mean = scratch[how.mean_at : how.mean_at + o.groups * how.mean_parts].clone() if o.mean_kind == GIVEN else scratch.new_empty(0)
-    return Gradients(grad_x, grad_weight, of_vectors, of_mean, behind)
+    return Gradients(grad_x, products, grad_weight, of_vectors, of_mean, behind)
 
 
 def _epilogue_backward(
@@ -112,8 +120,10 @@ def _convolution_backward(
     plan: launch.NormPlan,
     want_x: bool,
     want_weight: bool,
+    products: Piece,
+    add: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in x and in the weight; those of norms and mean are in the scratch."""
+    """The gradients in x and in the weight; those of norms and mean are in the scratch, what multiplies x goes into `products`."""
     if not o.stride:
         grad_x = e @ kept.unit if want_x else None
         grad_unit = e.t() @ t.x if want_weight else None
@@ -125,11 +135,14 @@ def _convolution_backward(
         parts, share = how.mean_parts if of_mean else 0, 1.0 / plan.count
         if o.mean_kind == OF_RANKS:
             of_mean, parts, share = (_over_ranks(scratch, t, kept, o, how), 0), 1, 1.0
-        products = (scratch, how.scratch)
-        e_norms = (scratch, how.norms_at)
-        grad_x = launch.patch_norms_backward(e_norms, how.kernel_blocks, of_mean, parts, share, t.x, kept.norms, plan, products, grad_x)
+        launch.patch_norms_backward((scratch, how.norms_at), how.kernel_blocks, of_mean, parts, share, kept.norms, plan, products)
+        grad_x = launch.like(grad_x, t.x)
+        if add:
+            plan.launcher("of_product")((grad_x, t.x), (products,))
     elif grad_x is not None and o.mean_kind == OF_RANKS:
         _over_ranks(scratch, t, kept, o, how)  # the other ranks are waiting
+    if grad_x is not None and not kept.norms.numel() and not add:
+        products[0].zero_()
     return grad_x, None if grad_unit is None else launch.unit_kernel_backward(t.weight, (kept.vectors, 0), grad_unit, e_w_norm)
 
 

@@ -187,15 +187,10 @@ def patch_norms(x: Tensor, plan: NormPlan, eps: float, scratch: Tensor, wants_su
     return n
 
 
-def patch_norms_backward(
-    e: Piece, maps: int, e_mean: Piece | None, means: int, share: float, x: Tensor, n: Tensor, plan: NormPlan, scratch: Piece, grad: Tensor
-) -> Tensor:
-    """The gradient in x added to `grad`, in place where its memory order allows.
+def patch_norms_backward(e: Piece, maps: int, e_mean: Piece | None, means: int, share: float, n: Tensor, plan: NormPlan, products: Piece) -> None:
+    """What multiplied by x is the gradient in x, (N, groups, …), into `products`.
 
     e is so many maps like n, to be added up. e_mean, so many numbers a group, to be added up too, is the gradient of something of
     which every norm has that share.
     """
-    plan.launcher("of_box_gradient", maps, means)((n,), (e, e if e_mean is None else e_mean, scratch), share)
-    grad = like(grad, x)
-    plan.launcher("of_product")((grad, x), (scratch,))
-    return grad
+    plan.launcher("of_box_gradient", maps, means)((n,), (e, e if e_mean is None else e_mean, products), share)

@@ -114,7 +114,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
     with on_device(t.x):
-        gradients = backward(e, t, kept, out, o, residual, want_x, want_weight)
+        gradients = backward(e, t, kept, out, o, residual, want_x, want_weight, add=False)
     return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -123,6 +123,7 @@ def _backward_fake(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, 
     parts = Plan.parts(t.weight.shape[0] // o.groups)
     return (
         torch.empty_like(t.x) if want_x else e.new_empty(0),
+        kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if want_x else 0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
         kept.vectors.new_empty(about.gradient_size(t, o)),
         kept.vectors.new_empty(o.groups * parts if o.mean_kind == about.GIVEN else 0),
@@ -145,12 +146,17 @@ def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:
     *saved, out = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:TENSORS]
     gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, out, ctx.residual, *wanted[:2], *saved, *ctx.options))
-    by_operand = operand_gradients(gradients, e, Operands(*saved[:TENSORS]), ctx.options, wanted)
+    operands = Operands(*saved[:TENSORS])
+    if wanted[0] and gradients.x is not None:
+        x = operands.x.unflatten(1, (ctx.options.groups, -1)).float() * gradients.products.unsqueeze(2)
+        gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(operands.x.dtype))
+    by_operand = operand_gradients(gradients, e, operands, ctx.options, wanted)
     return *[gradient if want else None for gradient, want in zip(by_operand, wanted, strict=True)], *[None] * len(ctx.options)
 
 
 def _register(name: str, signature: str, implementation: Any, fake: Any) -> None:
     # Defined directly rather than by `torch.library.custom_op`, whose checks of every call cost more than the launches.
+    # PyTorch's caches on disk know an operator by its name: between releases, one whose results change needs a new name.
     _LIBRARY.define(f"{name}({signature}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dcnet::{name}", fake, lib=_LIBRARY)

@@ -98,6 +98,7 @@ class Gradients(NamedTuple):
     """The gradients in the operands; those that are not wanted, or not there, are None or empty."""
 
     x: Tensor | None
+    products: Tensor  # (N, groups, …): what times x is still to be added to the gradient in x; empty if it has been
     weight: Tensor | None
     vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned parameters; BatchNorm's from `norm_at`
     mean: Tensor  # (groups, parts), to be added up

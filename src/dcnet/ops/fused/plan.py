@@ -15,7 +15,7 @@ from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
 
-PROGRAMS, STAGES, TILE = 4, 3, 2048  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile
+PROGRAMS, STAGES, TILE, WARPS = 4, 3, 2048, 4  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
 _SUMMED = 8192  # numbers of other programs added up at once
 _CHANNELS = 16  # of a program of `vector_gradients`
 
@@ -91,12 +91,12 @@ class Plan:
         return found
 
     def _forward(self, *flags: Any) -> Launcher:
-        return Launcher(forward_kernel.forward, (self.programs, self.columns), (*self._arguments, *flags))
+        return Launcher(forward_kernel.forward, (self.programs, self.columns), (*self._arguments, *flags), WARPS)
 
     def _backward(self, affine: bool, residual: bool, activation: int, reduce: bool, centred: bool, slope: bool) -> Launcher:
         reduced = 3 if slope else 2
         flags = (affine, residual, activation, reduce, centred, reduced if reduce else self.rows, reduced)
-        return Launcher(gradient_kernel.backward, (self.programs, self.columns), (*self._gradient_arguments, *flags))
+        return Launcher(gradient_kernel.backward, (self.programs, self.columns), (*self._gradient_arguments, *flags), WARPS)
 
     @staticmethod
     def parts(kernels: int) -> int:
