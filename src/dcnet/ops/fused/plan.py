@@ -15,7 +15,7 @@ from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
 
-PROGRAMS, STAGES, TILE, WARPS = 4, 3, 2048, 4  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
+PROGRAMS, STAGES, TILE, WARPS = 3, 3, 2048, 4  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
 _SUMMED = 8192  # numbers of other programs added up at once
 _CHANNELS = 16  # of a program of `vector_gradients`
 
