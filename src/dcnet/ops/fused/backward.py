@@ -34,11 +34,13 @@ from dcnet.ops.fused.operands import (
 from dcnet.ops.fused.plan import Plan, operator_named
 from dcnet.ops.mean_norm import distributed
 
+READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
+
 
 def backward(
     e: Tensor, t: Operands, kept: Kept, out: Tensor | None, o: Options, residual: bool, want_x: bool, want_weight: bool, add: bool = True
 ) -> Gradients:
-    """The gradients of `forward`; t as `saved_for_backward` leaves it, `out` where a residual is followed by an activation.
+    """The gradients of `forward`; t has at least what is `READ_BY_BACKWARD`, `out` is there where a residual is followed by an activation.
 
     add: whether to add the norms' gradient to the convolution's. A compiled graph does that itself, in a pass with what comes next.
     """
@@ -152,11 +154,6 @@ def _over_ranks(scratch: Tensor, t: Operands, kept: Kept, o: Options, how: Plan)
     if distributed():
         dist.all_reduce(of_mean)
     return of_mean / kept.vectors[places_of(t, o).mean + o.groups]
-
-
-def saved_for_backward(t: Operands) -> Operands:
-    """The operands backward reads."""
-    return t._replace(gamma=None, beta=None, running_mean=None, running_var=None, residual=None)
 
 
 def operand_gradients(gradients: Gradients, e: Tensor, t: Operands, o: Options, wanted: Sequence[bool]) -> Operands:

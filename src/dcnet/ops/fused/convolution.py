@@ -7,8 +7,9 @@ from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, Finish
 from dcnet.ops.fused import averages  # noqa: F401 - registers its operator
 from dcnet.ops.fused.launch import dense
-from dcnet.ops.fused.library import decoupled
+from dcnet.ops.fused.library import decoupled, on_device
 from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
+from dcnet.ops.fused.unit import unit_kernel
 from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
@@ -20,13 +21,22 @@ def decouple(inputs: Inputs) -> Tensor:
     """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, finished: (N, out_channels, *positions)."""
     finish = inputs.finish
     if inputs.operator.is_inner_product:
-        y = convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, inputs.geometry)
+        y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
         return y if finish is None else finish.apply(y)
     # PReLU behind a residual would need the sum's sign, which the output does not tell when its slope is negative
     if finish is None or inputs.x.shape[0] == 0 or (finish.residual is not None and finish.activation == "prelu"):
         y = _decouple(inputs, _NO_FINISH, ALONE)
         return y if finish is None else finish.apply(y)
     return _decouple(inputs, finish, STATISTICS if finish.training else AVERAGES)
+
+
+def _inner_product_kernel(inputs: Inputs) -> Tensor:
+    """The kernel whose plain convolution is the operator, in the dtype of the convolution."""
+    operator = inputs.operator
+    if operator.weighting is not None or operator.magnitude.value("alpha", 1.0) != 1.0 or torch.compiler.is_compiling():
+        return inner_product_kernel(inputs)
+    with on_device(inputs.x):
+        return unit_kernel(inputs.weight, inputs.eps, _convolution_dtype(inputs.x))
 
 
 def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:

@@ -13,34 +13,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dcnet.ops.fused import operands as about
-from dcnet.ops.fused.backward import backward, operand_gradients, saved_for_backward
+from dcnet.ops.fused.backward import READ_BY_BACKWARD, backward, operand_gradients
 from dcnet.ops.fused.forward import convolution, forward
 from dcnet.ops.fused.operands import Effects, Gradients, Kept, Operands, Options
 from dcnet.ops.fused.plan import Plan
 
 TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
 NO_EFFECTS = Effects()
+NOTHING = Operands(*[None] * TENSORS)  # type: ignore[arg-type]
 
 
 class _Eager(torch.autograd.Function):
+    """Takes the operands that are there, and which they are: every argument has its price."""
+
     @staticmethod
-    def forward(ctx: Any, options: Options, effects: Effects, *tensors: Tensor | None) -> Tensor:
-        operands = Operands(*tensors)  # type: ignore[arg-type]
+    def forward(ctx: Any, options: Options, effects: Effects, there: tuple[str, ...], *tensors: Tensor) -> Tensor:
+        operands = NOTHING._replace(**dict(zip(there, tensors, strict=True)))
         with on_device(operands.x):
             out, kept = forward(operands, options, effects)
-        ctx.options, ctx.residual = options, operands.residual is not None
-        ctx.save_for_backward(*saved_for_backward(operands), *kept, _wanted_output(out, operands, options))
+        ctx.options, ctx.there, ctx.residual = options, there, operands.residual is not None
+        wanted = _wanted_output(out, operands, options)
+        ctx.saved = tuple([name for name in there if name in READ_BY_BACKWARD])
+        ctx.save_for_backward(*kept, wanted, *[getattr(operands, name) for name in ctx.saved])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
         saved, options = ctx.saved_tensors, ctx.options
-        operands, kept = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:-1])
-        wanted = ctx.needs_input_grad[2:]
+        operands, kept = NOTHING._replace(**dict(zip(ctx.saved, saved[KEPT + 1 :], strict=True))), Kept(*saved[:KEPT])
+        wanted = dict(zip(ctx.there, ctx.needs_input_grad[3:], strict=True))
         with on_device(operands.x):
-            gradients = backward(e, operands, kept, saved[-1], options, ctx.residual, *wanted[:2])
-        return None, None, *operand_gradients(gradients, e, operands, options, wanted)
+            gradients = backward(e, operands, kept, saved[KEPT], options, ctx.residual, wanted["x"], wanted["weight"])
+        by_operand = operand_gradients(gradients, e, operands, options, [wanted.get(name, False) for name in Operands._fields])
+        return None, None, None, *[getattr(by_operand, name) for name in ctx.there]
 
 
 # Function.apply without its preparations for function transforms, which `dispatch.py` does not let through to here
@@ -65,7 +71,8 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[T
     differentiable = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands)
     if not torch.compiler.is_compiling():
         if differentiable:
-            return _apply(options, effects, *operands), None
+            there = tuple([name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None])
+            return _apply(options, effects, there, *[tensor for tensor in operands if tensor is not None]), None
         with on_device(operands.x):
             return forward(operands, options, effects, keep=False)[0], None
     if not differentiable and effects == NO_EFFECTS:
@@ -137,7 +144,8 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> N
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
     ctx.residual = operands.residual is not None
-    ctx.save_for_backward(*saved_for_backward(operands), *kept, _wanted_output(out, operands, ctx.options))
+    saved = [tensor if name in READ_BY_BACKWARD else None for name, tensor in zip(Operands._fields, operands, strict=True)]
+    ctx.save_for_backward(*saved, *kept, _wanted_output(out, operands, ctx.options))
 
 
 def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:

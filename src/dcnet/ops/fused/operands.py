@@ -130,7 +130,7 @@ def epilogue(t: Operands, dot: Tensor, vectors: Tensor, o: Options) -> tuple[Pla
     at = places_of(t, o)
     nothing = (vectors, 0)
     there = (o.weighting in ("linear", "separate"), o.weighting == "joint", t.radius is not None, t.bias is not None)
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in t])
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in t])  # fewer in backward, which has launchers of its own
     how = plan_of(dot, o.groups, (o.magnitude, o.angular, o.weighting), there, o.radius_kind, o.mean_kind != NO_MEAN, dtypes)
     mean = (t.mean_norm, 0) if t.mean_norm is not None else (vectors, at.mean) if o.mean_kind != NO_MEAN else nothing
     # ‖w‖ comes first among the vectors: "linear" has it as factor, "joint" as gain
