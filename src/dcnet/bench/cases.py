@@ -99,6 +99,8 @@ def _networks(cuda: bool, quick: bool) -> Iterator[Case]:
     if not cuda:
         step = Case("network", "cnn9_narrow", "training step", 64, "float32", "contiguous", "", "")
         yield from _with_plain(step, ("ours",), ("tanh + cosine", "tanh + linear"))
+        if not quick:
+            yield from _with_plain(step, ("ours compiled",), ("tanh + cosine",))
         return
     step = Case("network", "resnet32", "training step", 512, "bfloat16", "channels_last", "", "")
     yield from _with_plain(step, ("ours",), OPERATORS)

@@ -19,7 +19,7 @@ Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80t
 
 
 def measure(case: Case, device: torch.device, repeats: int) -> Measures:
-    """Milliseconds, MiB of peak memory (on a GPU) and seconds until the first call was through."""
+    """Milliseconds, and seconds until the first call was through; on a GPU also peak memory, and the shares of kernels and host."""
     torch._dynamo.reset()
     gc.collect()
     with _settings(case, device):
@@ -30,12 +30,11 @@ def measure(case: Case, device: torch.device, repeats: int) -> Measures:
         first = time.perf_counter() - start
         for _ in range(3):
             run()
-        memory = _peak(run) if device.type == "cuda" else None
+        more = _on_gpu(run) if device.type == "cuda" else {}
         if case.mode == "inference" and device.type == "cuda":
             run = _graph(run)  # the host is no part of what inference costs
         times = _times(run, device, repeats)
-    measures = {"milliseconds": times, "first call, seconds": (first,) * 3}
-    return measures if memory is None else measures | {"peak MiB": (memory,) * 3}
+    return {"milliseconds": times, "first call, seconds": (first,) * 3} | more
 
 
 def _settings(case: Case, device: torch.device) -> AbstractContextManager[Any]:
@@ -125,12 +124,22 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _peak(run: Callable[[], Any]) -> float:
+def _on_gpu(run: Callable[[], Any]) -> Measures:
+    """Peak memory; what all kernels of a call take together; and what the host takes to launch them, with nothing to wait for."""
+    hosts = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        run()
+        hosts.append(1e3 * (time.perf_counter() - start))
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**20
+    memory = torch.cuda.max_memory_allocated() / 2**20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    kernels = sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+    return {"peak MiB": (memory,) * 3, "kernels, milliseconds": (kernels,) * 3, "host, milliseconds": (min(hosts),) * 3}
 
 
 def _graph(run: Callable[[], Any]) -> Callable[[], Any]:

@@ -29,13 +29,23 @@ def render(rows: Iterable[Row]) -> str:
         twin = (*together, *(str(getattr(plain, name)) for name in CASE))
         time = _ratio(values.get((*mine, "milliseconds")), values.get((*twin, "milliseconds")))
         memory = _ratio(values.get((*mine, "peak MiB")), values.get((*twin, "peak MiB")))
+        kernels = _ratio(values.get((*mine, "kernels, milliseconds")), values.get((*twin, "kernels, milliseconds")))
         milliseconds = values[*mine, "milliseconds"]
         what = f"{row['name']}, {row['mode']}"
         setting = f"{row['batch']}, {row['dtype']}, {row['layout']}"
-        lines.append(f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {memory} |")
-    head = "| what | batch, dtype, layout | operator | provider | ms | time | memory |\n|---|---|---|---|---|---|---|"
+        lines.append(f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {kernels} | {memory} |")
+    head = "| what | batch, dtype, layout | operator | provider | ms | time | kernels alone | memory |\n|---|---|---|---|---|---|---|---|"
     circumstances = sorted({f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values()})
-    return "\n".join([head, *lines, "", "Time and memory are ratios to the plain network in the same run. " + "; ".join(circumstances) + "."])
+    return "\n".join(
+        [
+            head,
+            *lines,
+            "",
+            "Time, time of the GPU's kernels alone (without waiting for the host) and peak memory as ratios to the plain network in the same run. "
+            + "; ".join(circumstances)
+            + ".",
+        ]
+    )
 
 
 def render_into(path: Path, table: str) -> None:

@@ -48,12 +48,12 @@ def backward(
     how, tensors, pieces = epilogue(t, dot, kept.vectors, o)
     of_vectors = torch.empty(gradient_size(t, o), dtype=torch.float32, device=dot.device)
     behind_activation = residual and o.activation != 0
-    behind = torch.empty_like(dot) if behind_activation else dot.new_empty(0)
+    behind = torch.empty_like(dot) if behind_activation else None
     grad_d = torch.empty_like(dot)
     plan = norm_plan(t, o)
     separate = want_x and not add
     scratch = torch.empty(how.scratch + (0 if separate else plan.squares), dtype=torch.float32, device=dot.device)
-    products = torch.empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if separate else 0, dtype=torch.float32, device=dot.device)
+    products = torch.empty((t.x.shape[0], o.groups, *t.x.shape[2:]), dtype=torch.float32, device=dot.device) if separate else None
     if dot.numel():
         _epilogue_backward(launch.like(e, dot), t, kept, out, o, how, tensors, pieces, (grad_d, of_vectors, behind, scratch))
     else:
@@ -62,9 +62,9 @@ def backward(
     of_w_norm = (of_vectors, 0) if o.weighting else None  # the gradient of the factor, or of the gain
     if o.weighting == "separate":
         of_w_norm = (_factor_backward(t, kept.vectors[: dot.shape[1]], of_vectors, o), 0)
-    into = (products, 0) if separate else (scratch, how.scratch)
+    into = (scratch, how.scratch) if products is None else (products, 0)
     grad_x, grad_weight = _convolution_backward(grad_d, scratch, of_w_norm, t, kept, o, how, plan, want_x, want_weight, into, add)
-    of_mean = scratch[how.mean_at : how.mean_at + o.groups * how.mean_parts].clone() if o.mean_kind == GIVEN else scratch.new_empty(0)
+    of_mean = scratch[how.mean_at : how.mean_at + o.groups * how.mean_parts].clone() if o.mean_kind == GIVEN else None
     return Gradients(grad_x, products, grad_weight, of_vectors, of_mean, behind)
 
 
@@ -77,7 +77,7 @@ def _epilogue_backward(
     how: Plan,
     tensors: list[Tensor],
     pieces: list[Piece],
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor],
 ) -> None:
     """Fills the results: the gradients of dot product and vectors, that behind the activation, and the rest in the scratch."""
     dot, norms = kept.dot, kept.norms
@@ -85,9 +85,9 @@ def _epilogue_backward(
     activation, follows, slope, count = o.activation, o.follows != ALONE, o.activation == 2, float(how.count)
     pieces = [*pieces, (scratch, how.norms_at), (scratch, how.reduced_at), (of_vectors, norm_at(t, o))]
     if follows:
-        launcher = how.launcher("backward", True, behind.numel() > 0, activation, True, False, slope)
-        launcher((dot, norms, e, either(out, dot), dot, behind, *tensors), (*pieces, (scratch, how.reduced_at)), count)
-        if behind.numel():
+        launcher = how.launcher("backward", True, behind is not None, activation, True, False, slope)
+        launcher((dot, norms, e, either(out, dot), dot, either(behind, dot), *tensors), (*pieces, (scratch, how.reduced_at)), count)
+        if behind is not None:
             e, activation = behind, 0
     sums = (scratch, how.sums_at)
     launcher = how.launcher("backward", follows, False, activation, False, o.follows == STATISTICS, slope)
@@ -175,6 +175,6 @@ def operand_gradients(gradients: Gradients, e: Tensor, t: Operands, o: Options, 
         for i, wants in enumerate((want.beta, want.gamma, want.slope))
     ]
     beta, gamma, slope = of_norm
-    of_mean = gradients.mean.view(o.groups, -1).sum(1) if want.mean_norm else None
+    of_mean = gradients.mean.view(o.groups, -1).sum(1) if want.mean_norm and gradients.mean is not None else None
     residual = (gradients.residual if o.activation != 0 else e) if want.residual else None
     return Operands(gradients.x, gradients.weight, bias, radius, of_mean, learned, gamma, beta, None, None, residual, slope)  # type: ignore[arg-type]

@@ -155,7 +155,7 @@ def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:
     wanted = ctx.needs_input_grad[:TENSORS]
     gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, out, ctx.residual, *wanted[:2], *saved, *ctx.options))
     operands = Operands(*saved[:TENSORS])
-    if wanted[0] and gradients.x is not None:
+    if wanted[0] and gradients.x is not None and gradients.products is not None:
         x = operands.x.unflatten(1, (ctx.options.groups, -1)).float() * gradients.products.unsqueeze(2)
         gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(operands.x.dtype))
     by_operand = operand_gradients(gradients, e, operands, ctx.options, wanted)

@@ -95,14 +95,14 @@ def places_of(t: Operands, o: Options) -> Places:
 
 
 class Gradients(NamedTuple):
-    """The gradients in the operands; those that are not wanted, or not there, are None or empty."""
+    """The gradients in the operands; None for those that are not wanted, or not there (a registered operator gives empty ones)."""
 
     x: Tensor | None
-    products: Tensor  # (N, groups, …): what times x is still to be added to the gradient in x; empty if it has been
+    products: Tensor | None  # (N, groups, …): what times x is still to be added to the gradient in x, if it has not been
     weight: Tensor | None
     vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned parameters; BatchNorm's from `norm_at`
-    mean: Tensor  # (groups, parts), to be added up
-    residual: Tensor  # empty if it is the incoming gradient itself
+    mean: Tensor | None  # of a given one: (groups, parts), to be added up
+    residual: Tensor | None  # if it is not the incoming gradient itself
 
 
 def vector_rows(t: Operands, o: Options) -> int:
