@@ -53,7 +53,7 @@ def test_every_case_has_its_plain_twin():
     "case", [LAYER, LAYER.plain, Case(**{**vars(LAYER), "mode": "forward", "provider": "straightforward"}), NETWORK], ids=lambda c: c.provider
 )
 def test_a_measurement(case):
-    measures = measuring.measure(case, CPU, 3)
+    (measures,) = measuring.measure([case], CPU, 3)
     low, middle, high = measures["milliseconds"]
     assert 0 < low <= middle <= high
     assert "peak MiB" not in measures  # no such thing on a CPU

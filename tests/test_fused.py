@@ -260,7 +260,7 @@ def test_lean_arithmetic_for_16_bits():
         apply[(1,)](x, y, function, x.numel())
         return y
 
-    angles = torch.cat([torch.linspace(-1.0, 1.0, 513)[:512]])
+    angles = torch.linspace(-1.0, 1.0, 513)[:512].contiguous()
     norms = torch.logspace(-4, 2, 512)
     for function, x, exact in (
         (m_half.tanh, norms, torch.tanh),
@@ -273,4 +273,4 @@ def test_lean_arithmetic_for_16_bits():
         assert ((values(function, x) - expected).abs() / (1.0 + expected.abs())).max() < 4e-6
     ends = torch.tensor([0.0, 1.0, -1.0, 0.0])
     assert values(m_half.asin, ends).tolist() == pytest.approx([0.0, math.pi / 2, -math.pi / 2, 0.0], abs=0.0, rel=1e-7)
-    assert values(m_half.tanh, torch.tensor([0.0, 100.0, -100.0, 0.0])).tolist() == [0.0, 1.0, -1.0, 0.0]
+    assert values(m_half.tanh, torch.tensor([0.0, 100.0, -100.0, 0.0])).tolist() == pytest.approx([0.0, 1.0, -1.0, 0.0], abs=0.0, rel=2e-7)

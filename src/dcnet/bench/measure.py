@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,31 +18,34 @@ from dcnet.models import create_model
 Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80th percentile
 
 
-def measure(case: Case, device: torch.device, repeats: int) -> Measures:
-    """Milliseconds, and seconds until the first call was through; on a GPU also peak memory, and the shares of kernels and host."""
+def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[Measures]:
+    """Milliseconds, and seconds until the first call was through; on a GPU also peak memory, and the shares of kernels and host.
+
+    Several cases take turns, so that a slow moment of the machine hits them all. On a GPU they come one by one, for the memory's sake.
+    """
     torch._dynamo.reset()
     gc.collect()
-    with _settings(case, device):
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.backends.cudnn.benchmark = True
+    results: list[Measures] = []
+    runs = []
+    for case in cases:
         run = (_network if case.what == "network" else _layer)(case, device)
         start = time.perf_counter()
         run()
         _wait(device)
-        first = time.perf_counter() - start
+        results.append({"first call, seconds": (time.perf_counter() - start,) * 3})
         for _ in range(3):
             run()
-        more = _on_gpu(run) if device.type == "cuda" else {}
-        if case.mode == "inference" and device.type == "cuda":
-            run = _graph(run)  # the host is no part of what inference costs
-        times = _times(run, device, repeats)
-    return {"milliseconds": times, "first call, seconds": (first,) * 3} | more
-
-
-def _settings(case: Case, device: torch.device) -> AbstractContextManager[Any]:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.backends.cudnn.benchmark = True
-        # float32 as PyTorch has it by default: TF32 in convolutions
-    return nullcontext()
+        if device.type == "cuda":
+            results[-1] |= _on_gpu(run)
+            if case.mode == "inference":
+                run = _graph(run)  # the host is no part of what inference costs
+        runs.append(run)
+    for result, times in zip(results, _times(runs, device, repeats), strict=True):
+        result["milliseconds"] = times
+    return results
 
 
 def _network(case: Case, device: torch.device) -> Callable[[], Any]:
@@ -160,21 +163,29 @@ def _graph(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _times(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[float, float, float]:
-    """Milliseconds of one call. On a GPU calls follow one another without waiting, as in training."""
+def _times(runs: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[tuple[float, float, float]]:
+    """Milliseconds of one call of each. On a GPU calls follow one another without waiting, as in training."""
+    timed: list[list[Callable[[], float]]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, mine in zip(runs, timed, strict=True):
+            mine.append(_timed(run, device))
+    _wait(device)
+    quantiles = []
+    for mine in timed:
+        low, middle, high = torch.tensor([result() for result in mine]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+        quantiles.append((low, middle, high))
+    return quantiles
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    """Runs it; gives a function that says how many milliseconds it took, to be asked once the device is through."""
     if device.type == "cuda":
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        for start, end in events:
-            start.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()
-        times = [start.elapsed_time(end) for start, end in events]
-    else:
-        times = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - began))
-    low, middle, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return low, middle, high
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        return lambda: start.elapsed_time(end)
+    began = time.perf_counter()
+    run()
+    took = 1e3 * (time.perf_counter() - began)
+    return lambda: took

@@ -62,23 +62,42 @@ def run(
     rows = read(path)
     done = {_key(row) for row in rows}
     path.parent.mkdir(parents=True, exist_ok=True)
+    missing = []
     for case in dict.fromkeys(wanted):
-        row = {name: str(value) for name, value in asdict(case).items()}
-        if _key(row | here) in done:
+        if _key(_row(case) | here) in done:
             progress(f"{_title(case)}: known")
-            continue
+        else:
+            missing.append(case)
+    for cases in _together(missing, device):
         try:
-            results, note = measure(case, device, repeats), ""
+            measured, note = measure(cases, device, repeats), ""
         except torch.OutOfMemoryError:
-            results, note = {"milliseconds": (float("nan"),) * 3}, "out of memory"
-        new = [
-            row | here | {"metric": metric, "p20": f"{p20:.4g}", "p50": f"{p50:.5g}", "p80": f"{p80:.4g}", "repeats": str(repeats), "note": note}
-            for metric, (p20, p50, p80) in results.items()
-        ]
-        _append(path, new)
-        rows += new
-        progress(f"{_title(case)}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}")
+            measured, note = [{"milliseconds": (float("nan"),) * 3}] * len(cases), "out of memory"
+        for case, results in zip(cases, measured, strict=True):
+            new = [
+                _row(case)
+                | here
+                | {"metric": metric, "p20": f"{p20:.4g}", "p50": f"{p50:.5g}", "p80": f"{p80:.4g}", "repeats": str(repeats), "note": note}
+                for metric, (p20, p50, p80) in results.items()
+            ]
+            _append(path, new)
+            rows += new
+            progress(f"{_title(case)}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}")
     return rows
+
+
+def _row(case: Case) -> Row:
+    return {name: str(value) for name, value in asdict(case).items()}
+
+
+def _together(cases: list[Case], device: torch.device) -> list[list[Case]]:
+    """Cases that take turns: on a CPU all that share a plain twin, on a GPU each by itself."""
+    if device.type == "cuda":
+        return [[case] for case in cases]
+    groups: dict[Case, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.plain, []).append(case)
+    return list(groups.values())
 
 
 def _append(path: Path, rows: list[Row]) -> None:

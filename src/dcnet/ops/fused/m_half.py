@@ -23,9 +23,10 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    # 1 − 2/(e^2x + 1), with 2^(2x·log2 e) and the reciprocal as a squared rsqrt: one instruction each, no case distinction
-    r = tl.rsqrt(tl.exp2(x * 2.8853900817779268) + 1.0)
-    return 1.0 - 2.0 * r * r
+    # (e^2x − 1)/(e^2x + 1), with 2^(2x·log2 e) and the reciprocal as a squared rsqrt: one instruction each, no case distinction
+    e = tl.exp2(tl.minimum(x * 2.8853900817779268, 64.0))
+    r = tl.rsqrt(e + 1.0)
+    return (e - 1.0) * (r * r)
 
 
 @triton.jit
