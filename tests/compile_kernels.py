@@ -67,7 +67,7 @@ def launchers(magnitude, angular, weighting, dtype):
         yield name, plan.launcher("backward", *flags), 10, 1
     if plan.rows:
         yield "vectors", plan.launcher("vector_gradients"), 1, 0
-    norms = norm_plan(shape, stride, dtype, (3, 3), (1, 1), (1, 1), (1, 1), 1)
+    norms = norm_plan(shape, stride, dtype, torch.device("cpu"), (3, 3), (1, 1), (1, 1), (1, 1), 1)
     yield "squares", norms.launcher("of_squares"), 1, 0
     yield "box", norms.launcher("of_box", True), 1, 1
     yield "box gradient", norms.launcher("of_box_gradient", 3, 6), 1, 1

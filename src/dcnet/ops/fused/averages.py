@@ -14,7 +14,7 @@ _BLOCK = 128
 
 
 @lru_cache(1024)
-def _launcher(groups: int, channels: int, track: int, move: bool, *_dtypes: torch.dtype) -> Launcher:
+def _launcher(groups: int, channels: int, track: int, move: bool, *_for: torch.dtype | torch.device) -> Launcher:
     programs = max(groups if track else 1, cdiv(channels, _BLOCK) if move else 1)
     return Launcher(statistics.move_averages, (programs,), (groups, channels, track, groups == 1, move, _BLOCK))
 
@@ -40,7 +40,7 @@ def _move_averages(
     if not track and not move:
         return
     tensors = [vectors if t is None else t for t in (running_norm, mean_batches, running_mean, running_var, norm_batches)]
-    launcher = _launcher(groups, channels, track, move, *[t.dtype for t in tensors])
+    launcher = _launcher(groups, channels, track, move, vectors.device, *[t.dtype for t in tensors])
     floats = (mean_momentum or 0.0, count / max(1, count - 1), norm_momentum)
     launcher(tensors, ((vectors, mean_at), (vectors, norm_at)), *floats)
     if track and groups > 1 and mean_batches is not None:

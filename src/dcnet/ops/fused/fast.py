@@ -3,7 +3,7 @@
 Triton works out from every argument which compiled variant to run, which takes longer than most of our kernels do. The
 variant depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all but the
 pointers and the floats, which do not matter for the variant; from the second launch on it runs the variant directly. It is for
-tensors of the same dtypes every time: plans, which keep the launchers, are kept by dtypes too.
+tensors of the same dtypes on the same device every time: plans, which keep the launchers, are kept by dtypes and devices too.
 
 An allocation costs as much as a launch. So the many small float32 buffers of a call are pieces of few tensors: a piece is
 (tensor, offset in elements), and a kernel takes its tensors first, then its pieces, then floats.

@@ -83,7 +83,7 @@ def either(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 @lru_cache(1024)
-def _kernel_launchers(kernels: int, size: int, has_norm: bool, *_dtypes: torch.dtype) -> tuple[Launcher, Launcher]:
+def _kernel_launchers(kernels: int, size: int, has_norm: bool, *_for: torch.dtype | torch.device) -> tuple[Launcher, Launcher]:
     block = min(1024, triton.next_power_of_2(size))
     forward = Launcher(norm_kernels.normalise, (kernels,), (size, block))
     return forward, Launcher(norm_kernels.normalise_backward, (kernels,), (size, has_norm, block))
@@ -92,14 +92,14 @@ def _kernel_launchers(kernels: int, size: int, has_norm: bool, *_dtypes: torch.d
 def unit_kernel(weight: Tensor, norm: Piece, eps: float, dtype: torch.dtype) -> Tensor:
     """w/‖w‖ in the dtype asked for, in the memory order of w; and ‖w‖ into `norm`."""
     unit = torch.empty_like(weight, dtype=dtype)
-    _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], False, weight.dtype, dtype)[0]((weight, unit), (norm,), eps)
+    _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], False, weight.dtype, dtype, weight.device)[0]((weight, unit), (norm,), eps)
     return unit
 
 
 def unit_kernel_backward(weight: Tensor, norm: Piece, e: Tensor, e_norm: Piece | None) -> Tensor:
     """The gradient in w of `unit_kernel`."""
     grad = torch.empty_like(weight)
-    launcher = _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], e_norm is not None, weight.dtype, e.dtype)[1]
+    launcher = _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], e_norm is not None, weight.dtype, e.dtype, weight.device)[1]
     launcher((weight, like(e, weight), grad), (norm, norm if e_norm is None else e_norm))
     return grad
 
@@ -111,7 +111,8 @@ class NormPlan:
         self,
         shape: Sizes,
         strides: Sizes,
-        dtype: torch.dtype,  # for the launchers
+        dtype: torch.dtype,  # this and the device are for the launchers
+        device: torch.device,
         kernel: Sizes,
         stride: Sizes,
         padding: Sizes,

@@ -122,7 +122,9 @@ def gradient_size(t: Operands, o: Options) -> int:
 
 def norm_plan(t: Operands, o: Options) -> launch.NormPlan:
     """How the kernels of patch norms go over x."""
-    return launch.norm_plan(t.x.shape, t.x.stride(), t.x.dtype, t.weight.shape[2:], tuple(o.stride), tuple(o.padding), tuple(o.dilation), o.groups)
+    return launch.norm_plan(
+        t.x.shape, t.x.stride(), t.x.dtype, t.x.device, t.weight.shape[2:], tuple(o.stride), tuple(o.padding), tuple(o.dilation), o.groups
+    )
 
 
 def epilogue(t: Operands, dot: Tensor, vectors: Tensor, o: Options) -> tuple[Plan, list[Tensor], list[Piece]]:
