@@ -228,3 +228,19 @@ def test_nobody_writes_outside(monkeypatch, options):
     guards.check()
     assert len(guards.kept) > 30
     assert_same(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batch_norm_that_nobody_counts(compiled):
+    """Averages move without `num_batches_tracked` too."""
+    blocks = []
+    for impl in ("eager", "fused"):
+        torch.manual_seed(0)
+        block = Block(dcnet.DecoupledConv2d(4, 6, 3, magnitude="sphere", impl=impl), nn.BatchNorm2d(6), None).to(DEVICE)
+        block.norm.num_batches_tracked = None
+        blocks.append(block)
+    expected, actual = blocks
+    expected(batch())
+    (torch.compile(actual, fullgraph=True) if compiled else actual)(batch())
+    assert_same(dict(actual.named_buffers()), dict(expected.named_buffers()))
+    assert (actual.norm.running_var != 1.0).all()

@@ -161,6 +161,38 @@ MUTANTS = [
         "x.square().unflatten(1, (groups, -1)).sum(2).to(compute_dtype(x))",
         "test_operators.py test_extremes.py",
     ),
+    Mutant(
+        "fused: BatchNorm's averages stay",
+        "ops/fused/statistics.py",
+        "            move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at, ok)",
+        "            move_norm(running_mean, running_var, mean, variance, unbiased, 0.0, at, ok)",
+        "test_fused_training.py",
+    ),
+    Mutant("fused: variance as it is", "ops/fused/statistics.py", "(variance * unbiased - old)", "(variance - old)", "test_fused_training.py"),
+    Mutant("fused: E detached", "ops/fused/backward.py", "else 0, 1.0 / plan.count", "else 0, 0.0", "test_fused_training.py"),
+    Mutant("fused: the norms' gradient left out", "ops/fused/backward.py", "        if add:\n", "        if False:\n", "test_fused_training.py"),
+    Mutant("fused: recomputation counted", "ops/fused/forward.py", " and not recomputing():", ":", "test_fused_training.py"),
+    Mutant(
+        "fused: tiles beyond the map",
+        "ops/fused/plan.py",
+        "        even = view.positions % bp == 0",
+        "        even = True or view.positions % bp == 0",
+        "test_fused_training.py",
+    ),
+    Mutant(
+        "fused: BatchNorm's gradient without its line",
+        "ops/fused/gradient_kernel.py",
+        "e = e - (constant + along * y)",
+        "e = e - constant",
+        "test_fused_training.py",
+    ),
+    Mutant(
+        "fused: gradient in front of the activation",
+        "ops/fused/backward.py",
+        "            e, activation = behind, 0",
+        "            activation = 0",
+        "test_fused.py",
+    ),
 ]
 
 

@@ -39,6 +39,8 @@ def _move_averages(
     move = running_mean is not None
     if not track and not move:
         return
+    if move and norm_batches is None:  # nobody counts
+        norm_batches = torch.zeros((), dtype=torch.int64, device=vectors.device)
     tensors = [vectors if t is None else t for t in (running_norm, mean_batches, running_mean, running_var, norm_batches)]
     launcher = _launcher(groups, channels, track, move, vectors.device, *[t.dtype for t in tensors])
     floats = (mean_momentum or 0.0, count / max(1, count - 1), norm_momentum)

@@ -61,6 +61,8 @@ def _launch(t: Operands, o: Options, effects: Effects, how: Plan, plan: launch.N
         track, mean_momentum = (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
     averages = t.running_mean is not None and t.running_var is not None
     moves = o.follows == STATISTICS and averages and momentum is not None
+    if moves and batches is None:  # nobody counts
+        batches = torch.zeros((), dtype=torch.int64, device=some.device)
     parameters = (either(t.gamma, some), either(t.beta, some), either(t.running_mean, some), either(t.running_var, some))
     everything = (*tensors, *parameters, either(batches, some), running_norm, mean_batches)
     count = float(how.count)
@@ -71,7 +73,7 @@ def _launch(t: Operands, o: Options, effects: Effects, how: Plan, plan: launch.N
     if o.follows == STATISTICS:
         how.launcher("forward", *fixed, mean, track, 0, False, False, False, False, 0, True, averages)(everything, pieces, *floats)
         mean, track = int(how.mean), 0  # now they are known and have been tracked
-    flags = (mean, track, o.follows if o.follows != ALONE else 0, t.gamma is not None, t.beta is not None, moves and batches is not None)
+    flags = (mean, track, o.follows if o.follows != ALONE else 0, t.gamma is not None, t.beta is not None, moves)
     how.launcher("forward", *fixed, *flags, t.residual is not None, o.activation, False, False)(everything, pieces, *floats)
     if o.mean_kind == OF_BATCH and running_norm is not some and o.groups > 1:
         mean_batches.add_(1)
