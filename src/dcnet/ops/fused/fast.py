@@ -50,3 +50,18 @@ class Launcher:
             return
         stream = torch._C._cuda_getCurrentRawStream(pieces[0][0].device.index)
         self.variant(*self.grid, stream, *self.before, *addresses, *floats, *self.fixed)
+
+
+class Launchers:
+    """What keeps launchers: a subclass makes one called NAME in a method _NAME, out of its flags."""
+
+    def __init__(self) -> None:
+        self._launchers: dict[Any, Launcher] = {}
+
+    def launcher(self, *key: Any) -> Launcher:
+        """The launcher of that name and flags, made once."""
+        found = self._launchers.get(key)
+        if found is None:
+            name, *flags = key
+            found = self._launchers[key] = getattr(self, f"_{name}")(*flags)
+        return found

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from dcnet.ops.fused import norm_kernels
-from dcnet.ops.fused.fast import Launcher, Piece, aligned
+from dcnet.ops.fused.fast import Launcher, Launchers, Piece, aligned
 
 Sizes = tuple[int, ...]
 
@@ -104,7 +104,7 @@ def unit_kernel_backward(weight: Tensor, norm: Piece, e: Tensor, e_norm: Piece |
     return grad
 
 
-class NormPlan:
+class NormPlan(Launchers):
     """How the kernels of patch norms go over an input."""
 
     def __init__(
@@ -119,6 +119,7 @@ class NormPlan:
         dilation: Sizes,
         groups: int,
     ) -> None:
+        super().__init__()
         self.groups, self.shape = groups, shape
         sizes = shape[2:]
         positions = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
@@ -131,15 +132,6 @@ class NormPlan:
         # scratch: sums of squares over channels (in backward, what multiplies x), then sums of norms
         self.squares = aligned(shape[0] * groups * math.prod(sizes))
         self.scratch = self.squares + aligned(groups * self.programs)
-        self._launchers: dict[Any, Launcher] = {}
-
-    def launcher(self, *key: Any) -> Launcher:
-        """The launcher of that name and flags, made once."""
-        found = self._launchers.get(key)
-        if found is None:
-            name, *flags = key
-            found = self._launchers[key] = getattr(self, f"_{name}")(*flags)
-        return found
 
     def _of_squares(self) -> Launcher:
         view = self.view

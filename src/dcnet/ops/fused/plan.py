@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dcnet.formulas import Choice, angulars, magnitudes
 from dcnet.ops.fused import formulas, forward_kernel, gradient_kernel, statistics
-from dcnet.ops.fused.fast import Launcher, aligned
+from dcnet.ops.fused.fast import Launcher, Launchers, aligned
 from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
@@ -20,7 +20,7 @@ _SUMMED = 8192  # numbers of other programs added up at once
 _CHANNELS = 16  # of a program of `vector_gradients`
 
 
-class Plan:
+class Plan(Launchers):
     """The launchers for outputs of one shape, order and dtype, and one operator.
 
     there: which of factor, gain, radius and bias are there; their sums come in this order. radius: 1 for ρ, 2 for what is learned.
@@ -39,6 +39,7 @@ class Plan:
         radius: int,
         mean: bool,
     ) -> None:
+        super().__init__()
         self.channels, self.groups = shape[1], groups
         view = View(shape, stride, groups)
         self.count = view.batch * view.positions
@@ -80,15 +81,6 @@ class Plan:
         sizes_of = (3 * self.programs * self.channels, self.programs * self.rows * self.channels, groups * self.mean_parts)
         self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
         self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
-        self._launchers: dict[Any, Launcher] = {}
-
-    def launcher(self, *key: Any) -> Launcher:
-        """The launcher of that name and flags, made once."""
-        found = self._launchers.get(key)
-        if found is None:
-            name, *flags = key
-            found = self._launchers[key] = getattr(self, f"_{name}")(*flags)
-        return found
 
     def _forward(self, *flags: Any) -> Launcher:
         return Launcher(forward_kernel.forward, (self.programs, self.columns), (*self._arguments, *flags), WARPS)
