@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from dcnet.ops.fused import fast, statistics
 from dcnet.ops.fused.launch import _kernel_launchers, norm_plan
-from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan
 from dcnet.ops.operator import make_operator
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -58,13 +58,13 @@ def launchers(magnitude, angular, weighting, dtype):
         "evaluation": (8, True, min(1, mean), 0, 1, True, True, False, False, 2, False, False),
         "alone": (8, True, mean, 2 if mean else 0, 0, False, False, False, False, 0, False, False),
     }.items():
-        yield name, plan.launcher("forward", *flags), 15, 6
+        yield name, plan.launcher("forward", ForwardFlags(*flags)), 15, 6
     for name, flags in {
         "reduce": (True, True, 1, True, False, False),
         "gradients": (True, False, 2, False, True, True),
         "gradients alone": (False, False, 0, False, False, False),
     }.items():
-        yield name, plan.launcher("backward", *flags), 10, 1
+        yield name, plan.launcher("backward", GradientFlags(*flags)), 10, 1
     if plan.rows:
         yield "vectors", plan.launcher("vector_gradients"), 1, 0
     norms = norm_plan(shape, stride, dtype, torch.device("cpu"), (3, 3), (1, 1), (1, 1), (1, 1), 1)

@@ -1,10 +1,13 @@
 """Random geometries, every operator of the catalogue, and the error rule all implementations are held to."""
 
+import copy
 import math
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
@@ -156,3 +159,14 @@ def assert_within_rule(actual: dict[str, Tensor], reference: dict[str, Tensor], 
         allowed = 2 * rms(r.double() - e) + ulps * torch.finfo(a.dtype).eps * rms(e)
         error = rms(a.double() - e)
         assert error <= allowed, f"{name}: RMS error {error:.3e}, allowed {allowed:.3e} (reference {rms(r.double() - e):.3e}, size {rms(e):.3e})"
+
+
+def in_two_processes(worker):
+    """What `worker(rank, port, results)` leaves in its results, run as two processes that can meet at the port."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, (port, results), nprocs=2)
+        return copy.deepcopy(dict(results))

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from helpers import in_two_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,15 +73,8 @@ def worker(rank, port, results):
 
 @pytest.fixture(scope="module")
 def ranks():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (port, results), nprocs=2)
-        return copy.deepcopy([results[0], results[1]])
+    results = in_two_processes(worker)
+    return [results[0], results[1]]
 
 
 def test_sync_equals_one_process_on_the_whole_batch(ranks):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from helpers import in_two_processes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -154,15 +154,7 @@ def decoupled(**options):
 
 @pytest.mark.skipif(GPU or not dist.is_gloo_available(), reason="gloo adds up on the CPU, in the interpreter")
 def test_two_ranks_are_one_batch():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (port, results), nprocs=2)
-        ranks = copy.deepcopy(dict(results))
+    ranks = in_two_processes(worker)
     expected = step(decoupled(), batch())
     torch.testing.assert_close(torch.cat([ranks[0]["output"], ranks[1]["output"]]), expected["output"])
     for rank in (0, 1):

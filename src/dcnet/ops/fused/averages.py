@@ -56,3 +56,5 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("move_averages", _move_averages, "CompositeExplicitAutograd")
 torch.library.register_fake("dcnet::move_averages", lambda *_: None, lib=_LIBRARY)
+
+move_averages = torch.ops.dcnet.move_averages.default

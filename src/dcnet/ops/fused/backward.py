@@ -31,7 +31,7 @@ from dcnet.ops.fused.operands import (
     places_of,
     vector_rows,
 )
-from dcnet.ops.fused.plan import Plan, operator_named
+from dcnet.ops.fused.plan import GradientFlags, Plan, operator_named
 from dcnet.ops.mean_norm import distributed
 
 READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
@@ -85,12 +85,14 @@ def _epilogue_backward(
     activation, follows, slope, count = o.activation, o.follows != ALONE, o.activation == 2, float(how.count)
     pieces = [*pieces, (scratch, how.norms_at), (scratch, how.reduced_at), (of_vectors, norm_at(t, o))]
     if follows:
-        launcher = how.launcher("backward", True, behind is not None, activation, True, False, slope)
+        flags = GradientFlags(affine=True, residual=behind is not None, activation=activation, reduce=True, centred=False, slope=slope)
+        launcher = how.launcher("backward", flags)
         launcher((dot, norms, e, either(out, dot), dot, either(behind, dot), *tensors), (*pieces, (scratch, how.reduced_at)), count)
         if behind is not None:
             e, activation = behind, 0
     sums = (scratch, how.sums_at)
-    launcher = how.launcher("backward", follows, False, activation, False, o.follows == STATISTICS, slope)
+    flags = GradientFlags(affine=follows, residual=False, activation=activation, reduce=False, centred=o.follows == STATISTICS, slope=slope)
+    launcher = how.launcher("backward", flags)
     launcher((dot, norms, e, dot, grad_d, dot, *tensors), (*pieces, sums), count)
     if how.rows:
         how.launcher("vector_gradients")(tensors[:1], (sums, pieces[2], (of_vectors, 0), (scratch, how.mean_at)))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, Finish
-from dcnet.ops.fused import averages  # noqa: F401 - registers its operator
+from dcnet.ops.fused.averages import move_averages
 from dcnet.ops.fused.launch import dense
 from dcnet.ops.fused.library import decoupled, on_device
 from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
@@ -82,7 +82,7 @@ def _move_averages(vectors: Tensor, options: Options, kernels: int, tracked: Bat
     at = places(kernels, options.groups, options.mean_kind, options.follows, options.weighting)
     mean = (None, None, None) if tracked is None else (tracked.running_norm, tracked.num_batches_tracked, tracked.momentum)
     norm = (finish.running_mean, finish.running_var, finish.batches)
-    torch.ops.dcnet.move_averages(vectors, at.mean, at.norm, kernels, options.groups, *mean, *norm, finish.momentum, count)
+    move_averages(vectors, at.mean, at.norm, kernels, options.groups, *mean, *norm, finish.momentum, count)
 
 
 def _convolution_dtype(x: Tensor) -> torch.dtype:

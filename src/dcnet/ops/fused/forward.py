@@ -11,8 +11,8 @@ from torch import Tensor
 from dcnet.ops.fused import launch
 from dcnet.ops.fused.fast import Piece
 from dcnet.ops.fused.launch import either
-from dcnet.ops.fused.operands import ALONE, OF_BATCH, OF_RANKS, STATISTICS, Effects, Kept, Operands, Options, epilogue, norm_plan, places_of
-from dcnet.ops.fused.plan import Plan, operator_named
+from dcnet.ops.fused.operands import OF_BATCH, OF_RANKS, STATISTICS, Effects, Kept, Operands, Options, epilogue, norm_plan, places_of
+from dcnet.ops.fused.plan import ForwardFlags, Plan, operator_named
 from dcnet.ops.mean_norm import BatchMean, distributed, recomputing
 
 
@@ -68,13 +68,19 @@ def _launch(t: Operands, o: Options, effects: Effects, how: Plan, plan: launch.N
     count = float(how.count)
     floats = (count, count / max(1.0, count - 1.0), momentum or 0.0, o.norm_eps, float(plan.count), mean_momentum)
 
-    mean = 2 if o.mean_kind == OF_BATCH else int(how.mean)
-    fixed = (plan.programs, o.groups == 1)
+    flags = ForwardFlags(plan.programs, o.groups == 1, 2 if o.mean_kind == OF_BATCH else int(how.mean), track)
     if o.follows == STATISTICS:
-        how.launcher("forward", *fixed, mean, track, 0, False, False, False, False, 0, True, averages)(everything, pieces, *floats)
-        mean, track = int(how.mean), 0  # now they are known and have been tracked
-    flags = (mean, track, o.follows if o.follows != ALONE else 0, t.gamma is not None, t.beta is not None, moves)
-    how.launcher("forward", *fixed, *flags, t.residual is not None, o.activation, False, False)(everything, pieces, *floats)
+        how.launcher("forward", flags._replace(statistics=True, centre=averages))(everything, pieces, *floats)
+        flags = flags._replace(mean=int(how.mean), track=0)  # now it is known and has been tracked
+    flags = flags._replace(
+        norm=o.follows,
+        has_gamma=t.gamma is not None,
+        has_beta=t.beta is not None,
+        move=moves,
+        residual=t.residual is not None,
+        activation=o.activation,
+    )
+    how.launcher("forward", flags)(everything, pieces, *floats)
     if o.mean_kind == OF_BATCH and running_norm is not some and o.groups > 1:
         mean_batches.add_(1)
 

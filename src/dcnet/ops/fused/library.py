@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dcnet.ops.fused import operands as about
 from dcnet.ops.fused.backward import READ_BY_BACKWARD, backward, operand_gradients
 from dcnet.ops.fused.forward import convolution, forward
-from dcnet.ops.fused.operands import Effects, Gradients, Kept, Operands, Options
+from dcnet.ops.fused.operands import GIVEN, Effects, Gradients, Kept, Operands, Options, gradient_size, places
 from dcnet.ops.fused.plan import Plan
 
 TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
@@ -114,7 +113,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     unit = torch.empty_like(t.weight, dtype=t.x.dtype)
     dot = convolution(t.x, unit, o)
     norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
-    size = about.places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting).size
+    size = places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting).size
     return torch.empty_like(dot), dot, norms, unit, norms.new_empty(size)
 
 
@@ -132,8 +131,8 @@ def _backward_fake(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, 
         torch.empty_like(t.x) if want_x else e.new_empty(0),
         kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if want_x else 0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
-        kept.vectors.new_empty(about.gradient_size(t, o)),
-        kept.vectors.new_empty(o.groups * parts if o.mean_kind == about.GIVEN else 0),
+        kept.vectors.new_empty(gradient_size(t, o)),
+        kept.vectors.new_empty(o.groups * parts if o.mean_kind == GIVEN else 0),
         torch.empty_like(kept.dot) if residual and o.activation != 0 else e.new_empty(0),
     )
 

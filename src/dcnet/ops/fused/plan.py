@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,34 @@ from dcnet.ops.operator import Operator, make_operator
 PROGRAMS, STAGES, TILE, WARPS = 3, 3, 2048, 4  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
 _SUMMED = 8192  # numbers of other programs added up at once
 _CHANNELS = 16  # of a program of `vector_gradients`
+
+
+class ForwardFlags(NamedTuple):
+    """What one launch of the forward kernel is to do; its last arguments, in their order."""
+
+    mean_parts: int  # of how many sums E{‖x‖} is made
+    tally: bool  # whether the kernel may count the batch, which only a single group can
+    mean: int  # 0: no E{‖x‖}, 1: known, 2: to be added up
+    track: int = 0  # its running average: 0 stays, 1 moves with the momentum, 2 is cumulative
+    norm: int = 0  # BatchNorm: 0 none, 1 with its running averages, 2 with this batch's statistics
+    has_gamma: bool = False
+    has_beta: bool = False
+    move: bool = False  # whether BatchNorm's running averages move
+    residual: bool = False
+    activation: int = 0
+    statistics: bool = False  # only the sums for BatchNorm's statistics, and no output
+    centre: bool = False  # whether there is a running mean to take them around
+
+
+class GradientFlags(NamedTuple):
+    """What one launch of the gradient kernel is to do."""
+
+    affine: bool  # whether BatchNorm follows
+    residual: bool
+    activation: int
+    reduce: bool  # only the sums for BatchNorm's gradient
+    centred: bool  # whether BatchNorm took this batch's statistics, which have a gradient
+    slope: bool  # whether the activation's slope is learned
 
 
 class Plan(Launchers):
@@ -82,13 +110,13 @@ class Plan(Launchers):
         self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
         self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
 
-    def _forward(self, *flags: Any) -> Launcher:
+    def _forward(self, flags: ForwardFlags) -> Launcher:
         return Launcher(forward_kernel.forward, (self.programs, self.columns), (*self._arguments, *flags), WARPS)
 
-    def _backward(self, affine: bool, residual: bool, activation: int, reduce: bool, centred: bool, slope: bool) -> Launcher:
-        reduced = 3 if slope else 2
-        flags = (affine, residual, activation, reduce, centred, reduced if reduce else self.rows, reduced)
-        return Launcher(gradient_kernel.backward, (self.programs, self.columns), (*self._gradient_arguments, *flags), WARPS)
+    def _backward(self, flags: GradientFlags) -> Launcher:
+        reduced = 3 if flags.slope else 2
+        rest = (*flags[:-1], reduced if flags.reduce else self.rows, reduced)
+        return Launcher(gradient_kernel.backward, (self.programs, self.columns), (*self._gradient_arguments, *rest), WARPS)
 
     @staticmethod
     def parts(kernels: int) -> int:
