@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dcnet.ops.fused import fast, statistics
-from dcnet.ops.fused.launch import _kernel_launchers, norm_plan
+from dcnet.ops.fused.launch import NormPlan, kernel_launchers
 from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan
 from dcnet.ops.operator import make_operator
 
@@ -20,21 +20,20 @@ POINTERS = {"norm_batches": "*i64"}  # the others are half or float32, which onl
 MAPS = ("d_ptr", "y_ptr", "residual_ptr", "e_ptr", "out_ptr", "grad_d", "grad_residual", "x_ptr", "grad_ptr", "unit_ptr")
 
 
-def compile_launcher(launcher, tensors, floats, half):
+def compile_launcher(launcher, pointers, half):
     """The compiled kernel, as Triton would specialise it for this launcher."""
     kernel = launcher.kernel
-    runtime = len(kernel.params) - len(launcher.fixed) - floats
+    runtime = len(kernel.params) - len(launcher.fixed)
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
-        if i < runtime:
-            is_map = name in MAPS and i < tensors
-            signature[name] = POINTERS.get(name, half if is_map else "*fp32")
+        if i < pointers:
+            signature[name] = POINTERS.get(name, half if name in MAPS else "*fp32")
             attributes[i,] = [["tt.divisibility", 16]]
-        elif i < runtime + floats:
+        elif i < runtime or (isinstance(launcher.fixed[i - runtime], float) and not parameter.is_constexpr):
             signature[name] = "fp32"
         else:
-            value = launcher.fixed[i - runtime - floats]
+            value = launcher.fixed[i - runtime]
             if parameter.is_constexpr or value == 1:
                 signature[name], constants[i,] = "constexpr", value
             else:
@@ -45,7 +44,7 @@ def compile_launcher(launcher, tensors, floats, half):
 
 
 def launchers(magnitude, angular, weighting, dtype):
-    """Launchers of every kernel for this operator: (name, launcher, how many tensors it takes, how many floats)."""
+    """Launchers of every kernel for this operator: (name, launcher, how many pointers it takes)."""
     operator = make_operator(magnitude, angular, weighting)
     radius = operator.magnitude.formula.has_radius
     shape, stride = (8, 96, 16, 16), (96 * 256, 1, 96 * 16, 96)
@@ -58,24 +57,24 @@ def launchers(magnitude, angular, weighting, dtype):
         "evaluation": (8, True, min(1, mean), 0, 1, True, True, False, False, 2, False, False),
         "alone": (8, True, mean, 2 if mean else 0, 0, False, False, False, False, 0, False, False),
     }.items():
-        yield name, plan.launcher("forward", ForwardFlags(*flags)), 15, 6
+        yield name, plan.forward_launcher([], (1.0,) * 4, ForwardFlags(*flags)), 21
     for name, flags in {
         "reduce": (True, True, 1, True, False, False),
         "gradients": (True, False, 2, False, True, True),
         "gradients alone": (False, False, 0, False, False, False),
     }.items():
-        yield name, plan.launcher("backward", GradientFlags(*flags)), 10, 1
+        yield name, plan.backward_launcher([], GradientFlags(*flags)), 18
     if plan.rows:
-        yield "vectors", plan.launcher("vector_gradients"), 1, 0
-    norms = norm_plan(shape, stride, dtype, torch.device("cpu"), (3, 3), (1, 1), (1, 1), (1, 1), 1)
-    yield "squares", norms.launcher("of_squares"), 1, 0
-    yield "box", norms.launcher("of_box", True), 1, 1
-    yield "box gradient", norms.launcher("of_box_gradient", 3, 6), 1, 1
-    yield "product", norms.launcher("of_product"), 2, 0
-    forward, backward = _kernel_launchers(96, 864, weighting is not None, torch.float32, dtype)
-    yield "normalise", forward, 2, 1
-    yield "normalise gradient", backward, 3, 0
-    yield "averages", fast.Launcher(statistics.move_averages, (1,), (1, 96, 1, True, True, 128)), 5, 3
+        yield "vectors", plan.vector_gradients_launcher([]), 5
+    norms = NormPlan(shape, stride, (3, 3), (1, 1), (1, 1), (1, 1), 1)
+    yield "squares", norms.squares_launcher([]), 2
+    yield "box", norms.box_launcher([], 1e-4, True), 3
+    yield "box gradient", norms.box_gradient_launcher([], 3, 6, 0.5), 4
+    yield "product", norms.product_launcher([]), 3
+    forward, backward = kernel_launchers(96, 864, [], [], 1e-4, weighting is not None)
+    yield "normalise", forward, 3
+    yield "normalise gradient", backward, 5
+    yield "averages", fast.Launcher(statistics.move_averages, (1,), [], (1, 96, 1, True, True, 128)), 7
 
 
 def main() -> None:
@@ -84,8 +83,8 @@ def main() -> None:
         ("log", "power_cosine", "joint", torch.float32),
     ):
         half = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        for name, launcher, tensors, floats in launchers(magnitude, angular, weighting, dtype):
-            compiled = compile_launcher(launcher, tensors, floats, half)
+        for name, launcher, pointers in launchers(magnitude, angular, weighting, dtype):
+            compiled = compile_launcher(launcher, pointers, half)
             sys.stdout.write(f"{magnitude} + {angular}: {name}, {len(compiled.asm['cubin'])} bytes\n")
 
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dcnet.ops.fused.fast import Launcher, aligned
+from dcnet.ops.fused.fast import Launcher, Memory, aligned
 
 
 class Compiled:
@@ -34,35 +34,36 @@ class Kernel:
         return launch
 
 
-@pytest.fixture
-def stream(monkeypatch):
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
-
-
-def test_the_second_launch_is_direct(stream):
+def test_the_second_launch_is_direct():
     kernel = Kernel()
-    launcher = Launcher(kernel, (5, 2), (3, True, "H"), warps=8)
-    tensors, scratch = [torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)], torch.zeros(16)
-    launcher(tensors, [(scratch, 0), (scratch, 8)], 0.5)
+    launcher = Launcher(kernel, (5, 2), [(1, 0), (0, 0), (2, 0), (2, 8)], (3, True, "H"), warps=8)
+    tensors = [torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(16)]
+    launcher(Memory(tensors), 0.5)
     ((grid, arguments, options),) = kernel.launches
     assert (grid, options) == ((5, 2, 1), {"num_warps": 8})
-    assert [a.data_ptr() for a in arguments[:4]] == [*(t.data_ptr() for t in tensors), scratch.data_ptr(), scratch.data_ptr() + 32]
+    expected = [tensors[1].data_ptr(), tensors[0].data_ptr(), tensors[2].data_ptr(), tensors[2].data_ptr() + 32]
+    assert [a.data_ptr() for a in arguments[:4]] == expected
     assert arguments[4:] == (0.5, 3, True, "H")
 
-    others = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
-    launcher(others, [(scratch, 4), (scratch, 0)], 0.25)
+    others = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16), None]
+    memory, last = Memory(others), torch.zeros(16)
+    memory.stream = 77
+    memory.put(2, last)
+    launcher(memory, 0.25)
     assert len(kernel.launches) == 1
-    addresses = [*(t.data_ptr() for t in others), scratch.data_ptr() + 16, scratch.data_ptr()]
+    addresses = [others[1].data_ptr(), others[0].data_ptr(), last.data_ptr(), last.data_ptr() + 32]
     assert kernel.compiled.runs == [(5, 2, 1, 77, "function", "metadata", None, None, None, *addresses, 0.25, 3, True, "H")]
 
 
-def test_unaligned_pointers_go_through_triton(stream):
+def test_unaligned_pointers_go_through_triton():
     """A variant is compiled for aligned pointers; others need one of their own."""
     kernel = Kernel()
-    launcher = Launcher(kernel, (1,), ())
-    scratch = torch.zeros(16)
-    for tensor in (torch.zeros(9)[1:], torch.zeros(8), torch.zeros(9)[1:], torch.zeros(8)):
-        launcher([tensor], [(scratch, 0)])
+    launcher = Launcher(kernel, (1,), [(0, 0), (1, 0)], ())
+    for first, second in ((torch.zeros(9)[1:], torch.zeros(8)), (torch.zeros(8), torch.zeros(8)), (torch.zeros(8), torch.zeros(9)[1:])):
+        memory = Memory([first, None])
+        memory.put(1, second)
+        launcher(memory)
+    launcher(Memory([torch.zeros(8), torch.zeros(8)]))
     assert len(kernel.launches) == 3
     assert len(kernel.compiled.runs) == 1
 

@@ -112,6 +112,16 @@ def test_tensors_elsewhere():
         layer(batch())
 
 
+def test_vectors_with_gaps():
+    """Kernels read vectors as if they had none."""
+    x, weight, bias, radius = batch(), torch.randn(6, 4, 3, 3, device=DEVICE), torch.randn(12, device=DEVICE), torch.rand(12, device=DEVICE) + 0.5
+    y = [
+        dcnet.decoupled_conv2d(x, weight, bias[::2], padding=1, radius=radius[::2], mean_norm=torch.ones(1, device=DEVICE), impl=impl)
+        for impl in ("fused", "reference")
+    ]
+    torch.testing.assert_close(*y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(not GPU, reason="CUDA graphs need a GPU")
 def test_cuda_graph_of_a_training_step():
     net, other, static = network(), network(), batch()

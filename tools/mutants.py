@@ -169,8 +169,8 @@ MUTANTS = [
         "test_fused_training.py",
     ),
     Mutant("fused: variance as it is", "ops/fused/statistics.py", "(variance * unbiased - old)", "(variance - old)", "test_fused_training.py"),
-    Mutant("fused: E detached", "ops/fused/backward.py", "else 0, 1.0 / plan.count", "else 0, 0.0", "test_fused_training.py"),
-    Mutant("fused: the norms' gradient left out", "ops/fused/backward.py", "        if add:\n", "        if False:\n", "test_fused_training.py"),
+    Mutant("fused: E detached", "ops/fused/call.py", "how.mean_parts, 1.0 / max(1, self.plan.count)", "how.mean_parts, 0.0", "test_fused_training.py"),
+    Mutant("fused: the norms' gradient left out", "ops/fused/backward.py", "            if add:\n", "            if False:\n", "test_fused_training.py"),
     Mutant("fused: recomputation counted", "ops/fused/forward.py", " and not recomputing():", ":", "test_fused_training.py"),
     Mutant(
         "fused: tiles beyond the map",
@@ -188,9 +188,9 @@ MUTANTS = [
     ),
     Mutant(
         "fused: gradient in front of the activation",
-        "ops/fused/backward.py",
-        "            e, activation = behind, 0",
-        "            activation = 0",
+        "ops/fused/call.py",
+        '                e, activation = (back("behind"), 0), 0',
+        "                activation = 0",
         "test_fused.py",
     ),
 ]

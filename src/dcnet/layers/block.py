@@ -24,34 +24,36 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The finished convolution of x."""
-        if isinstance(self.conv, Decoupled) and type(self.norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            return self.conv(x, finish=self._finish(residual))
-        y = self.conv(x)
-        if self.norm is not None:
-            y = self.norm(y)
+        conv, norm = self.conv, self.norm
+        if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            return conv(x, finish=self._finish(norm, residual))
+        y = conv(x)
+        if norm is not None:
+            y = norm(y)
         if residual is not None:
             y = y + residual
         if self.activation == "relu":
             return torch.relu(y)
         return y if self.slope is None else nn.functional.prelu(y, self.slope)
 
-    def _finish(self, residual: Tensor | None) -> Finish:
-        norm = self.norm
+    def _finish(self, norm: nn.Module | None, residual: Tensor | None) -> Finish:
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-        momentum = 0.0 if norm.momentum is None else norm.momentum
-        batches = norm.num_batches_tracked if norm.training and norm.track_running_stats else None
+        training, momentum = norm.training, 0.0 if norm.momentum is None else norm.momentum
+        tracks = not training or norm.track_running_stats
+        running_mean, running_var = (norm.running_mean, norm.running_var) if tracks else (None, None)
+        batches = norm.num_batches_tracked if training and tracks else None
         if batches is not None and norm.momentum is None:  # a cumulative average, for which nn.BatchNorm2d too waits for the device
             momentum = 1.0 / (float(batches) + 1.0)
         return Finish(
-            gamma=norm.weight,
-            beta=norm.bias,
-            running_mean=norm.running_mean if not norm.training or norm.track_running_stats else None,
-            running_var=norm.running_var if not norm.training or norm.track_running_stats else None,
-            training=norm.training or norm.running_mean is None,
+            norm.weight,
+            norm.bias,
+            running_mean,
+            running_var,
+            training=training or running_mean is None,
             momentum=momentum,
             eps=norm.eps,
             batches=batches,
             residual=residual,
             activation=self.activation,
-            slope=self.slope,
+            slope=self.slope if self.activation == "prelu" else None,
         )

@@ -117,22 +117,24 @@ class Decoupled(nn.Module):
     def _decouple(self, x: Tensor, where: Any, finish: Finish | None = None) -> Tensor:
         check_input(x, "input")
         mean_norm: MeanNorm = None
-        if self.running_norm is not None:
+        running_norm, raw_radius = self.running_norm, self.raw_radius  # each costs a call
+        if running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
             has_mean = x.numel() > 0 or (self.sync and distributed())
             if self.training and has_mean:
-                mean_norm = BatchMean(self.running_norm, self.num_batches_tracked, self.momentum, self.sync)
+                mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
-                mean_norm = self.running_norm.clone() if torch.is_grad_enabled() else self.running_norm
+                mean_norm = running_norm.clone() if torch.is_grad_enabled() else running_norm
+        operator = self.operator
         return decouple(
             x,
             self.weight,
             self.bias,
             where,
-            self.operator,
-            self.effective_radius if self.raw_radius is None else LearnedRadius(self.raw_radius),
+            operator,
+            self.effective_radius if raw_radius is None else LearnedRadius(raw_radius),
             mean_norm,
-            self.learned_parameters,
+            self.learned_parameters if operator.learned else {},
             self.eps,
             self.impl,
             finish,

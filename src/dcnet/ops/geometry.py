@@ -32,6 +32,13 @@ class Geometry:
         """The padding as F.pad takes it: last dimension first."""
         return [side for sides in reversed(self.padding) for side in sides]
 
+    @property
+    def symmetric_padding(self) -> tuple[int, ...] | None:
+        """The zeros PyTorch's convolution can put on both sides itself; None where the padding has to be written out."""
+        if self.padding_mode != "zeros" or any(before != after for before, after in self.padding):
+            return None
+        return tuple(before for before, _ in self.padding)
+
     def check_fits(self, sizes: Sequence[int]) -> None:
         """Raises where a window is larger than the padded map."""
         for i, size in enumerate(sizes):
@@ -96,9 +103,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, where: Geometry) ->
     """The plain convolution over this geometry; over no dimensions, the linear map."""
     if where.dims == 0:
         return F.linear(x, weight, bias)
-    symmetric = all(before == after for before, after in where.padding)
-    if where.padding_mode == "zeros" and symmetric:
-        padding: tuple[int, ...] = tuple(before for before, _ in where.padding)
-    else:
+    padding = where.symmetric_padding
+    if padding is None:
         x, padding = where.pad(x), (0,) * where.dims
     return _CONVOLUTIONS[where.dims](x, weight, bias, where.stride, padding, where.dilation, where.groups)

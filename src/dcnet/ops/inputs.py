@@ -1,7 +1,7 @@
 """What every implementation gets: one checked bundle, so that each says only how it computes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ RADIUS_FLOOR = 1e-4
 MeanNorm = Tensor | BatchMean | None
 
 
-@dataclass(frozen=True)
-class LearnedRadius:
+class LearnedRadius(NamedTuple):
     """ρ of each kernel as it is learned: raw² + 1e-4, which cannot reach 0."""
 
     raw: Tensor
@@ -30,8 +29,7 @@ class LearnedRadius:
         return self.raw.to(compute_dtype(self.raw)).square() + RADIUS_FLOOR
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The operands of one decoupled convolution; x is (N, C, …), radius and learned values are (out_channels,)."""
 
     x: Tensor

@@ -1,7 +1,6 @@
 """The mean patch norm E{‖x‖} of a batch: its running average, over all ranks, and not counted twice."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +31,7 @@ _LIBRARY.impl("track_norm", _track_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("dcnet::track_norm", lambda *_: None, lib=_LIBRARY)
 
 
-@dataclass(frozen=True)
-class BatchMean:
+class BatchMean(NamedTuple):
     """E{‖x‖} of this batch, one per group, with gradient; with buffers, their running average follows it."""
 
     running_norm: Tensor | None = None

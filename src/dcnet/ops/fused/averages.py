@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.fused import statistics
-from dcnet.ops.fused.fast import Launcher
+from dcnet.ops.fused.fast import Launcher, Memory
 from dcnet.ops.fused.launch import cdiv
 from dcnet.ops.mean_norm import recomputing
 
@@ -14,9 +14,10 @@ _BLOCK = 128
 
 
 @lru_cache(1024)
-def _launcher(groups: int, channels: int, track: int, move: bool, *_for: torch.dtype | torch.device) -> Launcher:
+def _launcher(mean_at: int, norm_at: int, groups: int, channels: int, track: int, move: bool, *_for: torch.dtype | torch.device) -> Launcher:
     programs = max(groups if track else 1, cdiv(channels, _BLOCK) if move else 1)
-    return Launcher(statistics.move_averages, (programs,), (groups, channels, track, groups == 1, move, _BLOCK))
+    table = [*[(slot, 0) for slot in range(1, 6)], (0, mean_at), (0, norm_at)]
+    return Launcher(statistics.move_averages, (programs,), table, (groups, channels, track, groups == 1, move, _BLOCK))
 
 
 def _move_averages(
@@ -42,9 +43,9 @@ def _move_averages(
     if move and norm_batches is None:  # nobody counts
         norm_batches = torch.zeros((), dtype=torch.int64, device=vectors.device)
     tensors = [vectors if t is None else t for t in (running_norm, mean_batches, running_mean, running_var, norm_batches)]
-    launcher = _launcher(groups, channels, track, move, vectors.device, *[t.dtype for t in tensors])
+    launcher = _launcher(mean_at, norm_at, groups, channels, track, move, vectors.device, *[t.dtype for t in tensors])
     floats = (mean_momentum or 0.0, count / max(1, count - 1), norm_momentum)
-    launcher(tensors, ((vectors, mean_at), (vectors, norm_at)), *floats)
+    launcher(Memory([vectors, *tensors]), *floats)
     if track and groups > 1 and mean_batches is not None:
         mean_batches.add_(1)
 

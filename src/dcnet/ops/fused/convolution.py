@@ -42,10 +42,12 @@ def _inner_product_kernel(inputs: Inputs) -> Tensor:
 def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     """The operator with its operands brought into shape; moves the running averages."""
     operator, where = inputs.operator, inputs.geometry
-    x = inputs.x.to(_convolution_dtype(inputs.x))
-    padding = [before for before, _ in where.padding]
-    if where.padding_mode != "zeros" or any(before != after for before, after in where.padding):
-        x, padding = where.pad(x), [0] * where.dims
+    x, dtype = inputs.x, _convolution_dtype(inputs.x)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    padding = where.symmetric_padding
+    if padding is None:
+        x, padding = where.pad(x), (0,) * where.dims
     x, weight = dense(x), dense(inputs.weight)
 
     radius, radius_kind = (inputs.radius.raw, 2) if isinstance(inputs.radius, LearnedRadius) else (inputs.radius, 1)
@@ -59,22 +61,24 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
         mean_kind, given = GIVEN, inputs.mean_norm.float().contiguous()
     learned = torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None
 
-    residual = None if finish.residual is None else finish.residual.to(x.dtype)
+    residual = finish.residual
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.to(x.dtype)
     slope = None if finish.slope is None else finish.slope.expand(weight.shape[0]).contiguous()
     moves = follows == STATISTICS and finish.running_mean is not None and finish.running_var is not None
     activation = ACTIVATIONS.index(finish.activation)
-    geometry = (where.stride, tuple(padding), where.dilation, where.groups)
+    geometry = (where.stride, padding, where.dilation, where.groups)
     options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names)
-    operands = Operands(
-        x, weight, inputs.bias, radius, given, learned, finish.gamma, finish.beta, finish.running_mean, finish.running_var, residual, slope
-    )
-    for tensor, name in zip(operands, Operands._fields, strict=True):
-        if tensor is not None and tensor.device != x.device:  # kernels read whatever address they are given
-            raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
+    bias, radius, gamma, beta = _dense_vector(inputs.bias), _dense_vector(radius), _dense_vector(finish.gamma), _dense_vector(finish.beta)
+    operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope)
     out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
     if vectors is not None and (moves or (tracked is not None and tracked.running_norm is not None)):
         _move_averages(vectors, options, weight.shape[0], tracked, finish if moves else _NO_FINISH, out.numel() // weight.shape[0])
     return out
+
+
+def _dense_vector(vector: Tensor | None) -> Tensor | None:
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 def _move_averages(vectors: Tensor, options: Options, kernels: int, tracked: BatchMean | None, finish: Finish, count: int) -> None:

@@ -1,6 +1,6 @@
 """A decoupled convolution with what follows it, as launches.
 
-Kernels normalised, PyTorch's convolution, patch norms, epilogue. With BatchNorm the epilogue reads the dot product twice
+Kernels normalised, patch norms, PyTorch's convolution, epilogue. With BatchNorm the epilogue reads the dot product twice
 (statistics; normalised output) and writes once; the decoupled map itself is never stored.
 """
 
@@ -8,81 +8,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcnet.ops.fused import launch
-from dcnet.ops.fused.fast import Piece
-from dcnet.ops.fused.launch import either
-from dcnet.ops.fused.operands import OF_BATCH, OF_RANKS, STATISTICS, Effects, Kept, Operands, Options, epilogue, norm_plan, places_of
-from dcnet.ops.fused.plan import ForwardFlags, Plan, operator_named
+from dcnet.ops.fused.call import FORWARD, Call, convolution
+from dcnet.ops.fused.fast import Memory
+from dcnet.ops.fused.operands import OF_BATCH, OF_RANKS, Effects, Kept, Operands
 from dcnet.ops.mean_norm import BatchMean, distributed, recomputing
 
-
-def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
-    """⟨w, x⟩/‖w‖."""
-    if not options.stride:  # no dimensions: a linear map
-        return x @ unit.t()
-    zeros = (0,) * len(options.stride)
-    return torch.convolution(x, unit, None, options.stride, options.padding, options.dilation, False, zeros, options.groups)
+_DOT, _OUT, _RESIDUAL = map(FORWARD.index, ("dot", "out", "residual"))
 
 
-def forward(t: Operands, o: Options, effects: Effects, keep: bool = True) -> tuple[Tensor, Kept]:
+def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tuple[Tensor, Kept]:
     """act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone; and, if it is to be kept, what backward needs."""
-    at = places_of(t, o)
-    vectors = torch.empty(at.size, dtype=torch.float32, device=t.x.device)
-    unit = launch.unit_kernel(t.weight, (vectors, 0), o.eps, t.x.dtype)
-    dot = launch.dense(convolution(t.x, unit, o))
-    plan = norm_plan(t, o)
-    how, tensors, pieces = epilogue(t, dot, vectors, o)
-    scratch = torch.empty(plan.scratch + 2 * how.programs * dot.shape[1], dtype=torch.float32, device=dot.device)
-    norms = launch.patch_norms(t.x, plan, o.eps, scratch, o.mean_kind == OF_BATCH)
-    if o.mean_kind == OF_RANKS:
-        _mean_over_ranks(norms, vectors[at.mean : at.mean + o.groups + 1], plan.count, effects.tracked)
-    if o.weighting == "separate":
-        operator = operator_named(o.magnitude, o.angular, o.weighting)
-        h = operator.magnitude_one(vectors[: dot.shape[1]], *rho_and_learned(t, o))[0]
-        torch.mul(h, operator.magnitude.value("alpha", 1.0), out=vectors[at.factor : at.factor + dot.shape[1]])
-    out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
-    if dot.numel():
-        residual = dot if t.residual is None else launch.like(t.residual, dot)
-        _launch(t, o, effects, how, plan, (dot, norms, out, residual, *tensors), [*pieces, (scratch, plan.scratch), (scratch, plan.squares)])
-    elif o.mean_kind == OF_BATCH:
-        vectors[at.mean :].fill_(torch.nan)  # as the mean of nothing is
-    return out, Kept(dot, norms, unit, vectors)
-
-
-def _launch(t: Operands, o: Options, effects: Effects, how: Plan, plan: launch.NormPlan, tensors: tuple[Tensor, ...], pieces: list[Piece]) -> None:
-    """The epilogue: once, or for BatchNorm with this batch's statistics twice."""
-    some = tensors[0]
+    o, x = call.options, t.x
+    device, single = x.device, torch.float32
     tracked, momentum, batches = effects
+    running_norm = mean_batches = None
     track, mean_momentum = 0, 0.0
-    running_norm = mean_batches = some
     if o.mean_kind == OF_BATCH and tracked is not None and tracked.running_norm is not None and not recomputing():
-        assert tracked.running_norm.dtype == torch.float32
-        running_norm, mean_batches = tracked.running_norm, either(tracked.num_batches_tracked, some)
+        running_norm, mean_batches = tracked.running_norm, tracked.num_batches_tracked
         track, mean_momentum = (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
-    averages = t.running_mean is not None and t.running_var is not None
-    moves = o.follows == STATISTICS and averages and momentum is not None
-    if moves and batches is None:  # nobody counts
-        batches = torch.zeros((), dtype=torch.int64, device=some.device)
-    parameters = (either(t.gamma, some), either(t.beta, some), either(t.running_mean, some), either(t.running_var, some))
-    everything = (*tensors, *parameters, either(batches, some), running_norm, mean_batches)
-    count = float(how.count)
-    floats = (count, count / max(1.0, count - 1.0), momentum or 0.0, o.norm_eps, float(plan.count), mean_momentum)
+    if momentum is not None and batches is None:  # nobody counts
+        batches = torch.zeros((), dtype=torch.int64, device=device)
 
-    flags = ForwardFlags(plan.programs, o.groups == 1, 2 if o.mean_kind == OF_BATCH else int(how.mean), track)
-    if o.follows == STATISTICS:
-        how.launcher("forward", flags._replace(statistics=True, centre=averages))(everything, pieces, *floats)
-        flags = flags._replace(mean=int(how.mean), track=0)  # now it is known and has been tracked
-    flags = flags._replace(
-        norm=o.follows,
-        has_gamma=t.gamma is not None,
-        has_beta=t.beta is not None,
-        move=moves,
-        residual=t.residual is not None,
-        activation=o.activation,
-    )
-    how.launcher("forward", flags)(everything, pieces, *floats)
-    if o.mean_kind == OF_BATCH and running_norm is not some and o.groups > 1:
-        mean_batches.add_(1)
+    vectors = torch.empty(call.at.size, dtype=single, device=device)
+    norms = torch.empty(call.plan.output, dtype=single, device=device)
+    scratch = torch.empty(call.scratch, dtype=single, device=device)
+    unit = torch.empty_like(t.weight, dtype=x.dtype)
+    memory = Memory([*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, None, None])
+    call.normalise(memory)
+    if call.has_norms:
+        call.squares(memory)
+        call.box(memory)
+    dot = call.ordered(convolution(x, unit, o))
+    out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
+    memory.put(_DOT, dot)
+    memory.put(_OUT, out)
+    if o.mean_kind == OF_RANKS:
+        _mean_over_ranks(norms, vectors[call.at.mean : call.at.mean + o.groups + 1], call.plan.count, tracked)
+    if o.weighting == "separate":
+        h = call.operator.magnitude_one(vectors[: call.kernels], *rho_and_learned(call, t))[0]
+        torch.mul(h, call.operator.magnitude.value("alpha", 1.0), out=vectors[call.at.factor : call.at.factor + call.kernels])
+    if t.residual is not None and t.residual.stride() != call.stride:
+        memory.put(_RESIDUAL, call.ordered(t.residual))
+    if call.has_output:
+        for launcher in call.epilogue(track, momentum is not None):
+            launcher(memory, momentum or 0.0, mean_momentum)
+        if mean_batches is not None and o.groups > 1:
+            mean_batches.add_(1)
+    elif o.mean_kind == OF_BATCH:
+        vectors[call.at.mean :].fill_(torch.nan)  # as the mean of nothing is
+    return out, Kept(dot, norms, unit, vectors)
 
 
 def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMean | None) -> None:
@@ -96,8 +70,7 @@ def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMea
         tracked.track(total[:-1])
 
 
-def rho_and_learned(t: Operands, o: Options) -> tuple[Tensor | None, dict[str, Tensor]]:
+def rho_and_learned(call: Call, t: Operands) -> tuple[Tensor | None, dict[str, Tensor]]:
     """ρ and the learned parameters by name, for what is computed outside the kernels."""
-    assert o.radius_kind == 1  # then ρ comes as it is
-    names = operator_named(o.magnitude, o.angular, o.weighting).learned
-    return t.radius, {} if t.learned is None else dict(zip(names, t.learned, strict=True))
+    assert call.options.radius_kind == 1  # then ρ comes as it is
+    return t.radius, {} if t.learned is None else dict(zip(call.operator.learned, t.learned, strict=True))

@@ -30,12 +30,12 @@ def forward(
     norm,
     sums,
     norm_sums,
+    norm_momentum,
+    mean_momentum,
     count,
     unbiased,
-    norm_momentum,
     norm_eps,
     mean_count,
-    mean_momentum,
     groups,
     K,
     P,
@@ -145,7 +145,8 @@ def forward(
         sum_y = tl.zeros((BP, BK), tl.float32)
         sum_yy = tl.zeros((BP, BK), tl.float32)
     offsets = p[:, None] * d_p + k[None, :] * d_k
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        tile = tiles - 1 - step if STATISTICS else step  # from behind: what the convolution wrote last is still in the cache
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P

@@ -120,7 +120,8 @@ def backward(
     sum_0, sum_1, sum_2, sum_3 = nothing, nothing, nothing, nothing
     sum_h0, sum_h1, sum_h2, sum_g0, sum_g1, sum_g2 = nothing, nothing, nothing, nothing, nothing, nothing
     offsets = p[:, None] * d_p + k[None, :] * d_k
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        tile = tiles - 1 - step if REDUCE else step  # from behind: what was written last is still in the cache
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P

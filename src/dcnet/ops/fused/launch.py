@@ -1,7 +1,7 @@
 """From tensors to kernel launches: memory orders and block sizes; kernels normalised, patch norms and their gradients."""
 
 import math
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from dcnet.ops.fused import norm_kernels
-from dcnet.ops.fused.fast import Launcher, Launchers, Piece, aligned
+from dcnet.ops.fused.fast import Launcher, Place, aligned
 
 Sizes = tuple[int, ...]
 
@@ -37,8 +37,8 @@ class View:
 
     def blocks(self, size: int) -> tuple[int, int]:
         """How a tile of that many elements is made up, positions × kernels."""
-        if self.rows_first:  # the widest block that wastes little of itself: 96 kernels are 3 × 32, not 1 × 128
-            wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (128, 64, 32, 16, 8, 4, 2, 1)}
+        if self.rows_first:  # the widest block that wastes little of itself, but no wider than the others' (fewer variants to compile)
+            wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (32, 16, 8, 4, 2, 1)}
             bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
         else:
             bk = min(triton.next_power_of_2(self.kernels), 32)
@@ -78,48 +78,30 @@ def like(x: Tensor, other: Tensor) -> Tensor:
     return torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
-def either(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
-
-
-@lru_cache(1024)
-def _kernel_launchers(kernels: int, size: int, has_norm: bool, *_for: torch.dtype | torch.device) -> tuple[Launcher, Launcher]:
+def kernel_launchers(
+    kernels: int, size: int, forward: Sequence[Place], backward: Sequence[Place], eps: float, has_norm: bool
+) -> tuple[Launcher, Launcher]:
+    """Kernels of so many elements normalised, and the gradient: w/‖w‖ and ‖w‖ of w; w's gradient of w, w/‖w‖'s, ‖w‖ and ‖w‖'s."""
     block = min(1024, triton.next_power_of_2(size))
-    forward = Launcher(norm_kernels.normalise, (kernels,), (size, block))
-    return forward, Launcher(norm_kernels.normalise_backward, (kernels,), (size, has_norm, block))
+    return (
+        Launcher(norm_kernels.normalise, (kernels,), forward, (eps, size, block)),
+        Launcher(norm_kernels.normalise_backward, (kernels,), backward, (size, has_norm, block)),
+    )
 
 
-def unit_kernel(weight: Tensor, norm: Piece, eps: float, dtype: torch.dtype) -> Tensor:
-    """w/‖w‖ in the dtype asked for, in the memory order of w; and ‖w‖ into `norm`."""
-    unit = torch.empty_like(weight, dtype=dtype)
-    _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], False, weight.dtype, dtype, weight.device)[0]((weight, unit), (norm,), eps)
-    return unit
-
-
-def unit_kernel_backward(weight: Tensor, norm: Piece, e: Tensor, e_norm: Piece | None) -> Tensor:
-    """The gradient in w of `unit_kernel`."""
-    grad = torch.empty_like(weight)
-    launcher = _kernel_launchers(weight.shape[0], weight.numel() // weight.shape[0], e_norm is not None, weight.dtype, e.dtype, weight.device)[1]
-    launcher((weight, like(e, weight), grad), (norm, norm if e_norm is None else e_norm))
-    return grad
-
-
-class NormPlan(Launchers):
+class NormPlan:
     """How the kernels of patch norms go over an input."""
 
     def __init__(
         self,
         shape: Sizes,
         strides: Sizes,
-        dtype: torch.dtype,  # this and the device are for the launchers
-        device: torch.device,
         kernel: Sizes,
         stride: Sizes,
         padding: Sizes,
         dilation: Sizes,
         groups: int,
     ) -> None:
-        super().__init__()
         self.groups, self.shape = groups, shape
         sizes = shape[2:]
         positions = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
@@ -133,57 +115,44 @@ class NormPlan(Launchers):
         self.squares = aligned(shape[0] * groups * math.prod(sizes))
         self.scratch = self.squares + aligned(groups * self.programs)
 
-    def _of_squares(self) -> Launcher:
+    def squares_launcher(self, table: Sequence[Place]) -> Launcher:
+        """Sums of squares over channels, of x."""
         view = self.view
         bp, bc = view.channel_blocks()
         blocks = cdiv(view.positions, bp)
         sizes = (self.groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position)
-        return Launcher(norm_kernels.squares, (view.batch * self.groups * blocks,), (*sizes, bp, bc))
+        return Launcher(norm_kernels.squares, (view.batch * self.groups * blocks,), table, (*sizes, bp, bc))
 
-    def _of_box(self, sums: bool) -> Launcher:
-        long = self.count > _SHORT
-        return Launcher(
-            norm_kernels.box, (self.programs, self.groups), (self.groups, self.count, *self.sizes, *self.geometry, long, sums, _BLOCK), _BOX_WARPS
-        )
+    def box_launcher(self, table: Sequence[Place], eps: float, sums: bool) -> Launcher:
+        """Patch norms of the sums of squares; with `sums`, also each program's sum of them."""
+        fixed = (eps, self.groups, self.count, *self.sizes, *self.geometry, self.count > _SHORT, sums, _BLOCK)
+        return Launcher(norm_kernels.box, (self.programs, self.groups), table, fixed, _BOX_WARPS)
 
-    def _of_box_gradient(self, maps: int, means: int) -> Launcher:
+    def box_gradient_launcher(self, table: Sequence[Place], maps: int, means: int, share: float) -> Launcher:
+        """What multiplied by x is the gradient in x, (N, groups, …), of ‖x‖ and of ‖x‖'s gradient.
+
+        That comes as so many maps, to be added up, and as so many numbers a group, to be added up too: the gradient of something of
+        which every norm has that share.
+        """
         total = self.shape[0] * math.prod(self.shape[2:])
         rows = math.prod(self.output)
-        fixed = (self.groups, total, rows, *self.sizes, *self.geometry, total > _SHORT, maps, means, triton.next_power_of_2(max(1, means)), _BLOCK)
-        return Launcher(norm_kernels.box_backward, (cdiv(total, _BLOCK), self.groups), fixed, _BOX_WARPS)
+        sizes = (share, self.groups, total, rows, *self.sizes, *self.geometry)
+        fixed = (*sizes, total > _SHORT, maps, means, triton.next_power_of_2(max(1, means)), _BLOCK)
+        return Launcher(norm_kernels.box_backward, (cdiv(total, _BLOCK), self.groups), table, fixed, _BOX_WARPS)
 
-    def _of_product(self) -> Launcher:
+    def product_launcher(self, table: Sequence[Place]) -> Launcher:
+        """Adds x times that to the gradient in x, in place."""
         view = self.view
         bp, bc = view.channel_blocks()
         blocks = cdiv(view.positions, bp)
         strides = (view.stride, view.channel, view.position)
         grid = (view.batch * self.groups * blocks, cdiv(view.kernels, bc))
-        return Launcher(norm_kernels.add_product, grid, (self.groups, view.kernels, view.positions, blocks, *strides, *strides, bp, bc))
+        return Launcher(norm_kernels.add_product, grid, table, (self.groups, view.kernels, view.positions, blocks, *strides, *strides, bp, bc))
 
 
 _BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
 _SHORT = 2**31 - 2**16  # what 32-bit indices reach
 
-norm_plan = lru_cache(1024)(NormPlan)
-
 
 def _three(values: Any, missing: int) -> list[int]:
     return [missing] * (3 - len(values)) + list(values)
-
-
-def patch_norms(x: Tensor, plan: NormPlan, eps: float, scratch: Tensor, wants_sums: bool) -> Tensor:
-    """‖x‖ of every patch and group, (N, groups, …); sums of them stay in the scratch if they are wanted."""
-    n = torch.empty(plan.output, dtype=torch.float32, device=x.device)
-    if n.numel():
-        plan.launcher("of_squares")((x,), ((scratch, 0),))
-        plan.launcher("of_box", wants_sums)((n,), ((scratch, 0), (scratch, plan.squares)), eps)
-    return n
-
-
-def patch_norms_backward(e: Piece, maps: int, e_mean: Piece | None, means: int, share: float, n: Tensor, plan: NormPlan, products: Piece) -> None:
-    """What multiplied by x is the gradient in x, (N, groups, …), into `products`.
-
-    e is so many maps like n, to be added up. e_mean, so many numbers a group, to be added up too, is the gradient of something of
-    which every norm has that share.
-    """
-    plan.launcher("of_box_gradient", maps, means)((n,), (e, e if e_mean is None else e_mean, products), share)

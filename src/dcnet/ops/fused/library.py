@@ -5,6 +5,7 @@ a gradient may not write to its inputs either, so in a compiled graph the runnin
 move them on the way.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,41 +13,41 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dcnet.ops.fused.backward import READ_BY_BACKWARD, backward, operand_gradients
-from dcnet.ops.fused.forward import convolution, forward
-from dcnet.ops.fused.operands import GIVEN, Effects, Gradients, Kept, Operands, Options, gradient_size, places
+from dcnet.ops.fused.backward import backward
+from dcnet.ops.fused.call import READ_BY_BACKWARD, call_of, convolution
+from dcnet.ops.fused.forward import forward
+from dcnet.ops.fused.operands import GIVEN, Effects, Gradients, Kept, Operands, Options, operand_gradients, places, vector_places
 from dcnet.ops.fused.plan import Plan
 
 TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
 NO_EFFECTS = Effects()
-NOTHING = Operands(*[None] * TENSORS)  # type: ignore[arg-type]
 
 
 class _Eager(torch.autograd.Function):
-    """Takes the operands that are there, and which they are: every argument has its price."""
-
     @staticmethod
-    def forward(ctx: Any, options: Options, effects: Effects, there: tuple[str, ...], *tensors: Tensor) -> Tensor:
-        operands = NOTHING._replace(**dict(zip(there, tensors, strict=True)))
-        with on_device(operands.x):
-            out, kept = forward(operands, options, effects)
-        ctx.options, ctx.there, ctx.residual = options, there, operands.residual is not None
-        wanted = _wanted_output(out, operands, options)
-        ctx.saved = tuple([name for name in there if name in READ_BY_BACKWARD])
-        ctx.save_for_backward(*kept, wanted, *[getattr(operands, name) for name in ctx.saved])
+    def forward(ctx: Any, options: Options, effects: Effects, *tensors: Any) -> Tensor:
+        t = Operands(*tensors)
+        call = ctx.call = call_of(t, options)
+        out, kept = forward(call, t, effects)
+        ctx.residual = t.residual is not None
+        ctx.save_for_backward(*kept, _wanted_output(out, t, options), t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        saved, options = ctx.saved_tensors, ctx.options
-        operands, kept = NOTHING._replace(**dict(zip(ctx.saved, saved[KEPT + 1 :], strict=True))), Kept(*saved[:KEPT])
-        wanted = dict(zip(ctx.there, ctx.needs_input_grad[3:], strict=True))
-        with on_device(operands.x):
-            gradients = backward(e, operands, kept, saved[KEPT], options, ctx.residual, wanted["x"], wanted["weight"])
-        by_operand = operand_gradients(gradients, e, operands, options, [wanted.get(name, False) for name in Operands._fields])
-        return None, None, None, *[getattr(by_operand, name) for name in ctx.there]
+        # with create_graph=True: the gradients, from which a second derivative is an error
+        return _once(ctx, e) if torch.is_grad_enabled() else _gradients(ctx, e)
 
+
+def _gradients(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+    call, wanted = ctx.call, ctx.needs_input_grad[2:]
+    dot, norms, unit, vectors, out, x, weight, bias, radius, mean_norm, learned, slope = ctx.saved_tensors
+    t = Operands(x, weight, bias, radius, mean_norm, learned, None, None, None, None, None, slope)
+    gradients = backward(call, e, t, Kept(dot, norms, unit, vectors), out, ctx.residual, wanted[0], wanted[1])
+    return None, None, *operand_gradients(gradients, e, call.of_vectors, t, call.options, wanted)
+
+
+_once = once_differentiable(_gradients)
 
 # Function.apply without its preparations for function transforms, which `dispatch.py` does not let through to here
 _apply = super(torch.autograd.Function, _Eager).apply
@@ -57,9 +58,14 @@ def _wanted_output(out: Tensor, operands: Operands, options: Options) -> Tensor 
     return out if operands.residual is not None and options.activation != 0 else None
 
 
+def elsewhere(x: Tensor) -> bool:
+    """Whether x is not on the current device, where kernels run."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+
+
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Makes the device of x the current one, where kernels run; nothing to do for the usual device."""
-    return _HERE if not x.is_cuda or x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device)
+    """Makes the device of x the current one."""
+    return torch.cuda.device(x.device) if elsewhere(x) else _HERE
 
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -67,13 +73,17 @@ _HERE: AbstractContextManager[Any] = nullcontext()
 
 def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
     """The output; in a compiled graph also what `Kept.vectors` has, for averages that are still to be moved."""
-    differentiable = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in operands)
+    x, weight = operands[:2]
+    differentiable = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or any(tensor is not None and tensor.requires_grad for tensor in operands)
+    )
     if not torch.compiler.is_compiling():
-        if differentiable:
-            there = tuple([name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None])
-            return _apply(options, effects, there, *[tensor for tensor in operands if tensor is not None]), None
-        with on_device(operands.x):
-            return forward(operands, options, effects, keep=False)[0], None
+        if elsewhere(x):
+            with torch.cuda.device(x.device):
+                return decoupled(operands, options, effects)
+        if differentiable:  # the engine runs backward on the same device
+            return _apply(options, effects, *operands), None
+        return forward(call_of(operands, options), operands, effects, keep=False)[0], None
     if not differentiable and effects == NO_EFFECTS:
         return torch.ops.dcnet.decoupled_inference(*operands, *options), None
     out, *kept = torch.ops.dcnet.decoupled(*operands, *options)
@@ -91,17 +101,23 @@ _KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
 _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 
 
+def _options(arguments: Sequence[Any]) -> Options:
+    """The options out of an operator's arguments, which come with lists."""
+    stride, padding, dilation, *rest = arguments
+    return Options(tuple(stride), tuple(padding), tuple(dilation), *rest)
+
+
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    operands = Operands(*arguments[:TENSORS])
-    with on_device(operands.x):
-        out, kept = forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS)
+    t, o = Operands(*arguments[:TENSORS]), _options(arguments[TENSORS:])
+    with on_device(t.x):
+        out, kept = forward(call_of(t, o), t, NO_EFFECTS)
     return out, *kept
 
 
 def _inference(*arguments: Any) -> Tensor:
-    operands = Operands(*arguments[:TENSORS])
-    with on_device(operands.x):
-        return forward(operands, Options(*arguments[TENSORS:]), NO_EFFECTS, keep=False)[0]
+    t, o = Operands(*arguments[:TENSORS]), _options(arguments[TENSORS:])
+    with on_device(t.x):
+        return forward(call_of(t, o), t, NO_EFFECTS, keep=False)[0]
 
 
 def _inference_fake(*arguments: Any) -> Tensor:
@@ -118,9 +134,9 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
-    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), Options(*arguments[TENSORS + KEPT :])
+    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS : TENSORS + KEPT]), _options(arguments[TENSORS + KEPT :])
     with on_device(t.x):
-        gradients = backward(e, t, kept, out, o, residual, want_x, want_weight, add=False)
+        gradients = backward(call_of(t, o, kept.dot), e, t, kept, out, residual, want_x, want_weight, add=False)
     return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -131,7 +147,7 @@ def _backward_fake(e: Tensor, out: Tensor | None, residual: bool, want_x: bool, 
         torch.empty_like(t.x) if want_x else e.new_empty(0),
         kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if want_x else 0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
-        kept.vectors.new_empty(gradient_size(t, o)),
+        kept.vectors.new_empty(vector_places(t, o).slope.stop),
         kept.vectors.new_empty(o.groups * parts if o.mean_kind == GIVEN else 0),
         torch.empty_like(kept.dot) if residual and o.activation != 0 else e.new_empty(0),
     )
@@ -157,8 +173,7 @@ def _gradient(ctx: Any, e: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if wanted[0] and gradients.x is not None and gradients.products is not None:
         x = operands.x.unflatten(1, (ctx.options.groups, -1)).float() * gradients.products.unsqueeze(2)
         gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(operands.x.dtype))
-    by_operand = operand_gradients(gradients, e, operands, ctx.options, wanted)
-    return *[gradient if want else None for gradient, want in zip(by_operand, wanted, strict=True)], *[None] * len(ctx.options)
+    return *operand_gradients(gradients, e, vector_places(operands, ctx.options), operands, ctx.options, wanted), *[None] * len(ctx.options)
 
 
 def _register(name: str, signature: str, implementation: Any, fake: Any) -> None:

@@ -1,16 +1,12 @@
 """What goes into the fused operator, what forward leaves for backward, and what comes out of that."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
 from torch import Tensor
 
-from dcnet.ops.fused import launch
-from dcnet.ops.fused.fast import Piece, aligned
-from dcnet.ops.fused.launch import either
-from dcnet.ops.fused.plan import Plan, plan_of
+from dcnet.ops.fused.fast import aligned
 from dcnet.ops.mean_norm import BatchMean
 
 NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)  # what multiplies ρ: nothing, a tensor, E{‖x‖} of this batch, or of all ranks' batches
@@ -20,9 +16,9 @@ ALONE, AVERAGES, STATISTICS = range(3)  # what follows: no BatchNorm, one with i
 class Options(NamedTuple):
     """What is fixed for a layer."""
 
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
     eps: float
     radius_kind: int  # 1: `radius` is ρ; 2: what is learned, ρ = raw² + RADIUS_FLOOR
@@ -86,56 +82,56 @@ def places(kernels: int, groups: int, mean_kind: int, follows: int, weighting: s
     return Places(*accumulate(map(aligned, (kernels, 6 * kernels if follows else 0, factor, mean)), initial=0))
 
 
-known_places = lru_cache(1024)(places)  # torch.compile follows the function itself
-
-
-def places_of(t: Operands, o: Options) -> Places:
-    """The places for these operands."""
-    return known_places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting)
-
-
 class Gradients(NamedTuple):
     """The gradients in the operands; None for those that are not wanted, or not there (a registered operator gives empty ones)."""
 
     x: Tensor | None
     products: Tensor | None  # (N, groups, …): what times x is still to be added to the gradient in x, if it has not been
     weight: Tensor | None
-    vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned parameters; BatchNorm's from `norm_at`
+    vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned; BatchNorm's: `vector_places`
     mean: Tensor | None  # of a given one: (groups, parts), to be added up
     residual: Tensor | None  # if it is not the incoming gradient itself
 
 
-def vector_rows(t: Operands, o: Options) -> int:
-    """How many per-kernel vectors have a gradient, BatchNorm's apart."""
-    return int(bool(o.weighting)) + (t.radius is not None) + (t.bias is not None) + (0 if t.learned is None else t.learned.shape[0])
+class VectorPlaces(NamedTuple):
+    """Where in `Gradients.vectors` each starts and ends; the start is the end for those that are not there."""
+
+    w_norm: slice
+    radius: slice
+    bias: slice
+    learned: slice
+    beta: slice
+    gamma: slice
+    slope: slice
 
 
-def norm_at(t: Operands, o: Options) -> int:
-    """Where in `Gradients.vectors` those of β, γ and slope start."""
-    return aligned(vector_rows(t, o) * t.weight.shape[0])
+def vector_places(t: Operands, o: Options) -> VectorPlaces:
+    """The places of the vectors' gradients."""
+    rows = [int(bool(o.weighting)), int(t.radius is not None), int(t.bias is not None), 0 if t.learned is None else t.learned.shape[0]]
+    kernels, norm = t.weight.shape[0], int(o.follows != ALONE)
+    ends = [end * kernels for end in accumulate(rows, initial=0)]
+    start = aligned(ends[-1])  # BatchNorm's are written by another kernel
+    ends_of_norm = [start + end * kernels for end in accumulate((norm, norm, int(norm and o.activation == 2)), initial=0)]
+    return VectorPlaces(*starmap(slice, [*pairwise(ends), *pairwise(ends_of_norm)]))
 
 
-def gradient_size(t: Operands, o: Options) -> int:
-    """Of `Gradients.vectors`."""
-    return norm_at(t, o) + ((3 if o.activation == 2 else 2) * t.weight.shape[0] if o.follows else 0)
-
-
-def norm_plan(t: Operands, o: Options) -> launch.NormPlan:
-    """How the kernels of patch norms go over x."""
-    return launch.norm_plan(
-        t.x.shape, t.x.stride(), t.x.dtype, t.x.device, t.weight.shape[2:], tuple(o.stride), tuple(o.padding), tuple(o.dilation), o.groups
+def operand_gradients(
+    gradients: Gradients, e: Tensor, places: VectorPlaces, t: Operands, o: Options, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients by operand, in the order of `Operands`, None for those that are not wanted."""
+    x, weight, bias, radius, mean_norm, learned, gamma, beta, _, _, residual, slope = wanted
+    vectors = gradients.vectors
+    return (
+        gradients.x if x else None,
+        gradients.weight if weight else None,
+        vectors[places.bias] if bias else None,
+        vectors[places.radius] if radius else None,
+        gradients.mean.view(o.groups, -1).sum(1) if mean_norm and gradients.mean is not None else None,
+        vectors[places.learned].view_as(t.learned) if learned and t.learned is not None else None,
+        vectors[places.gamma] if gamma else None,
+        vectors[places.beta] if beta else None,
+        None,
+        None,
+        (gradients.residual if o.activation != 0 else e) if residual else None,
+        vectors[places.slope] if slope else None,
     )
-
-
-def epilogue(t: Operands, dot: Tensor, vectors: Tensor, o: Options) -> tuple[Plan, list[Tensor], list[Piece]]:
-    """How the epilogue's kernels go over this output; the tensors they all take, and the pieces: factor, gain, mean and norm."""
-    at = places_of(t, o)
-    nothing = (vectors, 0)
-    there = (o.weighting in ("linear", "separate"), o.weighting == "joint", t.radius is not None, t.bias is not None)
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in t])  # fewer in backward, which has launchers of its own
-    how = plan_of(dot, o.groups, (o.magnitude, o.angular, o.weighting), there, o.radius_kind, o.mean_kind != NO_MEAN, dtypes)
-    mean = (t.mean_norm, 0) if t.mean_norm is not None else (vectors, at.mean) if o.mean_kind != NO_MEAN else nothing
-    # ‖w‖ comes first among the vectors: "linear" has it as factor, "joint" as gain
-    factor = (vectors, at.factor) if o.weighting == "separate" else nothing
-    tensors = [either(t.radius, dot), either(t.bias, dot), either(t.learned, dot), either(t.slope, dot)]
-    return how, tensors, [factor, nothing, mean, (vectors, at.norm)]

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
 from dcnet.formulas import Choice, angulars, magnitudes
 from dcnet.ops.fused import formulas, forward_kernel, gradient_kernel, statistics
-from dcnet.ops.fused.fast import Launcher, Launchers, aligned
+from dcnet.ops.fused.fast import Launcher, Place, aligned
 from dcnet.ops.fused.launch import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
@@ -48,7 +47,7 @@ class GradientFlags(NamedTuple):
     slope: bool  # whether the activation's slope is learned
 
 
-class Plan(Launchers):
+class Plan:
     """The launchers for outputs of one shape, order and dtype, and one operator.
 
     there: which of factor, gain, radius and bias are there; their sums come in this order. radius: 1 for ρ, 2 for what is learned.
@@ -67,7 +66,6 @@ class Plan(Launchers):
         radius: int,
         mean: bool,
     ) -> None:
-        super().__init__()
         self.channels, self.groups = shape[1], groups
         view = View(shape, stride, groups)
         self.count = view.batch * view.positions
@@ -110,45 +108,31 @@ class Plan(Launchers):
         self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
         self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
 
-    def _forward(self, flags: ForwardFlags) -> Launcher:
-        return Launcher(forward_kernel.forward, (self.programs, self.columns), (*self._arguments, *flags), WARPS)
+    def forward_launcher(self, table: Sequence[Place], floats: tuple[float, ...], flags: ForwardFlags) -> Launcher:
+        """The epilogue."""
+        return Launcher(forward_kernel.forward, (self.programs, self.columns), table, (*floats, *self._arguments, *flags), WARPS)
 
-    def _backward(self, flags: GradientFlags) -> Launcher:
+    def backward_launcher(self, table: Sequence[Place], flags: GradientFlags) -> Launcher:
+        """The epilogue's gradient."""
         reduced = 3 if flags.slope else 2
         rest = (*flags[:-1], reduced if flags.reduce else self.rows, reduced)
-        return Launcher(gradient_kernel.backward, (self.programs, self.columns), (*self._gradient_arguments, *rest), WARPS)
+        fixed = (float(self.count), *self._gradient_arguments, *rest)
+        return Launcher(gradient_kernel.backward, (self.programs, self.columns), table, fixed, WARPS)
 
     @staticmethod
     def parts(kernels: int) -> int:
         """In how many parts the gradient of E{‖x‖} comes, for so many kernels of a group."""
         return cdiv(kernels, _CHANNELS)
 
-    def _vector_gradients(self) -> Launcher:
+    def vector_gradients_launcher(self, table: Sequence[Place]) -> Launcher:
+        """The gradients of the vectors and of E{‖x‖}, out of the programs' sums."""
         fixed = (self.programs, self.kernels, self.channels, self.rows, self.radius_row, *self.radius, self.mean, *self._small)
-        return Launcher(statistics.vector_gradients, (self.groups, self.mean_parts), fixed)
+        return Launcher(statistics.vector_gradients, (self.groups, self.mean_parts), table, fixed)
 
 
 def _places(choice: Choice, first: int) -> Sequence[int]:
     found = [first + choice.formula.learnable.index(name) for name in choice.learned]
     return found + [-1] * (formulas.MOST_PARAMETERS - len(found))
-
-
-_PLANS: dict[Any, tuple[Operator, Plan]] = {}
-
-
-def plan_of(
-    dot: Tensor, groups: int, names: tuple[str, str, str], there: tuple[bool, ...], radius: int, mean: bool, dtypes: tuple[torch.dtype | None, ...]
-) -> Plan:
-    """The plan for this output and for operands of these dtypes, made once."""
-    operator = operator_named(*names)
-    # strides too: with 1×1 maps or one channel, several orders have the same strides
-    key = (dot.shape, dot.stride(), dot.dtype, dot.device, groups, names, there, radius, mean, dtypes)
-    found = _PLANS.get(key)
-    if found is None or found[0] is not operator:
-        if len(_PLANS) >= 4096:  # shapes that never come again
-            _PLANS.clear()
-        found = _PLANS[key] = operator, Plan(dot.shape, dot.stride(), dot.dtype, dot.device, groups, operator, there, radius, mean)
-    return found[1]
 
 
 _OPERATORS: dict[tuple[str, str, str], Operator] = {}
