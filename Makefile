@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench mutants clean
+.PHONY: demo test lint bench mutants sanitize clean
 
 ## demo: draw the curves of every operator and check the one that must equal nn.Conv2d
 demo: $(READY)
@@ -26,6 +26,11 @@ bench: $(READY)
 ## mutants: plant known mistakes in the source, one at a time, and see the tests catch each (minutes)
 mutants: $(READY)
 	$(BIN)/python tools/mutants.py
+
+## sanitize: the fused kernels under compute-sanitizer, where there is a GPU (graph capture and torch.compile do not go with it)
+sanitize: $(READY)
+	compute-sanitizer --error-exitcode 9 $(BIN)/python -m pytest tests/test_fused_training.py tests/test_fused.py -o addopts="" -q -x \
+		-k "not ranks and not export and not compile and not cuda_graph and not registered and not every_operator"
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
