@@ -11,6 +11,41 @@ CONVOLUTIONS = {
     "cnn9": [64] * 3 + [128] * 3 + [256] * 3,
     "cnn9_narrow": [32] * 3 + [64] * 3 + [128] * 3,
     "resnet32": [96] * 11 + [192] * 10 + [384] * 10,
+    "resnet18": [64] * 5 + [128] * 4 + [256] * 4 + [512] * 4,
+    "resnet18_modified": [128] * 4 + [256] * 5 + [512] * 7 + [1024],
+    "cnn6_2d": [32] * 2 + [64] * 2 + [128] * 2,
+}
+
+
+def conv(inputs: int, outputs: int, kernel: int = 3) -> int:
+    """Parameters of a convolution followed by BatchNorm."""
+    return inputs * outputs * kernel**2 + 2 * outputs
+
+
+def stage(inputs: int, width: int, units: int) -> int:
+    """Parameters of a stage of residual units; a 1×1 shortcut where the width changes."""
+    return conv(inputs, width) + (2 * units - 1) * conv(width, width) + (conv(inputs, width, 1) if inputs != width else 0)
+
+
+# of the plain twins for 10 classes and 32×32 images with 3 channels, counted from the paper's table
+PARAMETERS = {
+    "cnn9": sum([conv(3, 64), 2 * conv(64, 64), conv(64, 128), 2 * conv(128, 128), conv(128, 256), 2 * conv(256, 256)])
+    + (256 * 16 * 512 + 2 * 512)
+    + (512 * 10 + 10),
+    "cnn9_narrow": 9 * (3 * 32 + 2 * 32**2 + 32 * 64 + 2 * 64**2 + 64 * 128 + 2 * 128**2) + 128 * 16 * 256 + 256 * 10 + 10,
+    "resnet32": conv(3, 96) + stage(96, 96, 5) + stage(96, 192, 5) + stage(192, 384, 5) + 384 * 10 + 10,
+    "resnet18": conv(3, 64, 7) + stage(64, 64, 2) + stage(64, 128, 2) + stage(128, 256, 2) + stage(256, 512, 2) + 512 * 10 + 10,
+    "resnet18_modified": conv(3, 128, 7)
+    + (conv(128, 128) + stage(128, 128, 1))
+    + (conv(128, 256) + stage(256, 256, 2))
+    + (conv(256, 512) + stage(512, 512, 3))
+    + conv(512, 1024)
+    + (1024 * 10 + 10)
+    + (4 + 6),  # slopes: of the convolutions between stages, and one in each unit
+    "cnn6_2d": sum([conv(3, 32), conv(32, 32), conv(32, 64), conv(64, 64), conv(64, 128), conv(128, 128)])
+    + (128 * 16 * 256 + 2 * 256)
+    + (256 * 2 + 2 * 2)
+    + (2 * 10 + 10),
 }
 
 
@@ -26,6 +61,7 @@ def test_structure(name):
     assert not [m for m in plain.modules() if isinstance(m, dcnet.DecoupledConv2d | dcnet.DecoupledLinear)]
     extras = sum(p.numel() for n, p in net.named_parameters() if "raw_" in n)
     assert sum(p.numel() for p in net.parameters()) - extras == sum(p.numel() for p in plain.parameters())
+    assert sum(p.numel() for p in plain.parameters()) == PARAMETERS[name]
     net.load_state_dict(plain.state_dict(), strict=True)  # a pretrained start
     assert bool([m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]) == (name != "cnn9_narrow")
 
@@ -57,6 +93,7 @@ def test_options():
         ({"norm": "layer"}, "unknown norm 'layer'"),
         ({"activation": "gelu"}, "unknown activation 'gelu'"),
         ({"head": "cosine"}, "unknown head 'cosine'"),
+        ({"name": "resnet18", "penultimate_activation": True}, "resnet18 has no penultimate layer"),
         ({"input_size": 7}, "input_size=7 is too small for 3 poolings; possible: 8 and up"),
         ({"magnitude": None, "radius": 2.0}, "magnitude=None builds a plain network"),
     ]:

@@ -169,8 +169,12 @@ MUTANTS = [
         "test_fused_training.py",
     ),
     Mutant("fused: variance as it is", "ops/fused/statistics.py", "(variance * unbiased - old)", "(variance - old)", "test_fused_training.py"),
-    Mutant("fused: E detached", "ops/fused/call.py", "how.mean_parts, 1.0 / max(1, self.plan.count)", "how.mean_parts, 0.0", "test_fused_training.py"),
-    Mutant("fused: the norms' gradient left out", "ops/fused/backward.py", "            if add:\n", "            if False:\n", "test_fused_training.py"),
+    Mutant(
+        "fused: E detached", "ops/fused/call.py", "how.mean_parts, 1.0 / max(1, self.plan.count)", "how.mean_parts, 0.0", "test_fused_training.py"
+    ),
+    Mutant(
+        "fused: the norms' gradient left out", "ops/fused/backward.py", "            if add:\n", "            if False:\n", "test_fused_training.py"
+    ),
     Mutant("fused: recomputation counted", "ops/fused/forward.py", " and not recomputing():", ":", "test_fused_training.py"),
     Mutant(
         "fused: tiles beyond the map",

@@ -27,6 +27,7 @@ from dcnet.layers import (
 )
 from dcnet.models import create_model, list_models
 from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
+from dcnet.training import Recipe, Run, load, make_recipe, read_recipe, train
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,8 @@ __all__ = [
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",
+    "Recipe",
+    "Run",
     "WeightProjection",
     "angular",
     "angulars",
@@ -52,16 +55,20 @@ __all__ = [
     "decoupled_linear",
     "learnable",
     "list_models",
+    "load",
     "m",
     "magnitude",
     "magnitudes",
+    "make_recipe",
     "orthogonal_penalty",
     "orthonormal_penalty",
     "parameter_groups",
     "patch_norm",
     "positive",
     "project_weights_",
+    "read_recipe",
     "recalibrate_",
     "sync_norms_",
+    "train",
     "weight_gradients_",
 ]

@@ -1,8 +1,6 @@
 """Runs cases and keeps the records: one long-form CSV, a row for each metric, written as it comes."""
 
 import csv
-import platform
-import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 
 from dcnet.bench.cases import Case
 from dcnet.bench.measure import measure
+from dcnet.circumstances import circumstances
 
 CASE = [field.name for field in fields(Case)]
 COLUMNS = [*CASE, "metric", "p20", "p50", "p80", "repeats", "device", "torch", "triton", "python", "commit", "note"]
@@ -27,29 +26,6 @@ def read(path: Path) -> list[Row]:
     if rows and list(rows[0]) != COLUMNS:
         raise ValueError(f"{path} has the columns {', '.join(rows[0])}; expected {', '.join(COLUMNS)}")
     return rows
-
-
-def circumstances(device: torch.device) -> Row:
-    """Where and with what a measurement is made."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
-    try:
-        from triton import __version__ as triton
-    except ImportError:
-        triton = ""
-    return {"device": name, "torch": torch.__version__, "triton": triton, "python": platform.python_version(), "commit": commit()}
-
-
-def commit() -> str:
-    """The commit of the source, with a + if it was changed since; empty outside a repository."""
-    where = Path(__file__).parent
-    try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."], cwd=where.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return head + ("+" if changed else "")
 
 
 def run(

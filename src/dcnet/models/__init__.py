@@ -8,29 +8,40 @@ from torch import nn
 from dcnet.formulas import nearest
 from dcnet.models.cnn import CNN
 from dcnet.models.parts import Normalize, Parts
-from dcnet.models.resnet import ResNet
+from dcnet.models.resnet import ResNet, Root, Stage, gaussian_in_units_
 
 DEFAULT = "default"
 
 
-def _cnn(widths: tuple[int, ...], depth: int, features: int) -> Callable[..., nn.Module]:
+def _cnn(widths: tuple[int, ...], depth: int, *features: int) -> Callable[..., nn.Module]:
     def build(parts: Parts, normalize: Normalize, penultimate_activation: bool = False, **arguments: Any) -> nn.Module:
         return CNN(parts, normalize, widths, depth, features, penultimate_activation=penultimate_activation, **arguments)
 
     return build
 
 
-def _resnet(widths: tuple[int, ...], depth: int) -> Callable[..., nn.Module]:
+def _resnet(root: Root, *stages: Stage) -> Callable[..., nn.Module]:
     def build(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
-        return ResNet(parts, normalize, widths, depth, **arguments)
+        return ResNet(parts, normalize, root, stages, **arguments)
 
     return build
+
+
+def _modified_resnet(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
+    stages = (Stage(128, 1, entry=True), Stage(256, 2, entry=True), Stage(512, 3, entry=True), Stage(1024, 0, entry=True))
+    return gaussian_in_units_(ResNet(parts, normalize, Root(128, 7, 2, pool=True), stages, **arguments, last=False))
 
 
 _NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {  # with the norm and activation they have by default
     "cnn9": (_cnn((64, 128, 256), 3, 512), {"norm": "batch", "activation": "relu"}),
     "cnn9_narrow": (_cnn((32, 64, 128), 3, 256), {"norm": None, "activation": "relu"}),
-    "resnet32": (_resnet((96, 192, 384), 5), {"norm": "batch", "activation": "relu"}),
+    "resnet32": (_resnet(Root(96), Stage(96, 5, 1), Stage(192, 5), Stage(384, 5)), {"norm": "batch", "activation": "relu"}),
+    "resnet18": (
+        _resnet(Root(64, 7, 2, pool=True), Stage(64, 2, 1), Stage(128, 2), Stage(256, 2), Stage(512, 2)),
+        {"norm": "batch", "activation": "relu"},
+    ),
+    "resnet18_modified": (_modified_resnet, {"norm": "batch", "activation": "prelu"}),
+    "cnn6_2d": (_cnn((32, 64, 128), 2, 256, 2), {"norm": "batch", "activation": "relu"}),
 }
 
 
@@ -61,6 +72,8 @@ def create_model(
     """
     if name not in _NETWORKS:
         raise ValueError(f"unknown model {name!r}.{nearest(name, _NETWORKS)} Known: {', '.join(_NETWORKS)}")
+    if penultimate_activation is not None and not name.startswith("cnn"):
+        raise ValueError(f"penultimate_activation={penultimate_activation!r}: {name} has no penultimate layer; possible for the CNNs")
     build, defaults = _NETWORKS[name]
     parts = Parts(
         magnitude,

@@ -1,13 +1,17 @@
 """The plain CNNs: stages of 3×3 convolutions, each followed by 2×2 max pooling, then fully connected layers."""
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
-from dcnet.layers import Block
 from dcnet.models.parts import Normalize, Parts
 
 
 class CNN(nn.Module):
-    """`depth` convolutions for each of the `widths`, pooling after each stage, a penultimate layer, a classifier."""
+    """`depth` convolutions for each of the `widths`, pooling after each stage, fully connected layers of so many `features`, a classifier.
+
+    Of the fully connected layers the last has an activation only with `penultimate_activation`.
+    """
 
     def __init__(
         self,
@@ -15,7 +19,7 @@ class CNN(nn.Module):
         normalize: Normalize,
         widths: tuple[int, ...],
         depth: int,
-        features: int,
+        features: tuple[int, ...],
         num_classes: int,
         in_channels: int,
         input_size: int,
@@ -36,10 +40,15 @@ class CNN(nn.Module):
             stages.append(nn.MaxPool2d(2))
             input_size //= 2
         self.stages = nn.Sequential(*stages)
-        flat = channels * input_size**2
-        self.penultimate = Block(parts.linear(flat, features), parts.batch_norm(features, 1), parts.activation if penultimate_activation else None)
-        self.head = parts.head(features, num_classes, head)
+        layers = list(pairwise((channels * input_size**2, *features)))
+        self.connected = nn.Sequential(*[parts.connected(*sizes) for sizes in layers[:-1]])
+        self.penultimate = parts.connected(*layers[-1], activation=penultimate_activation)
+        self.head = parts.head(features[-1], num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
-        return self.head(self.penultimate(self.stages(self.normalize(x)).flatten(1)))
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the classifier sees (N, features[-1])."""
+        return self.penultimate(self.connected(self.stages(self.normalize(x)).flatten(1)))

@@ -72,6 +72,10 @@ class Parts:
         """Convolution, norm, activation."""
         return Block(self.conv(inputs, outputs, kernel, stride), self.batch_norm(outputs), self.activation if activation else None)
 
+    def connected(self, inputs: int, outputs: int, activation: bool = True) -> Block:
+        """Fully connected layer, norm, activation."""
+        return Block(self.linear(inputs, outputs), self.batch_norm(outputs, 1), self.activation if activation else None)
+
     def shortcut(self, inputs: int, outputs: int, stride: int) -> nn.Module:
         """An ordinary 1×1 convolution and norm where the shape changes."""
         conv = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)

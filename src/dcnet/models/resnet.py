@@ -1,17 +1,37 @@
 """Residual networks: a root convolution, stages of two-convolution units, average pooling."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from dcnet.models.parts import Normalize, Parts
 
 
-class Unit(nn.Module):
-    """conv, norm, act, conv, norm, add, act; a 1×1 convolution and norm on the shortcut where the shape changes."""
+class Root(NamedTuple):
+    """The first convolution, and whether 3×3 max pooling of stride 2 follows."""
 
-    def __init__(self, parts: Parts, inputs: int, outputs: int, stride: int) -> None:
+    width: int
+    kernel: int = 3
+    stride: int = 1
+    pool: bool = False
+
+
+class Stage(NamedTuple):
+    """Units of one width. The stride is the first unit's, or that of an `entry` convolution before the units."""
+
+    width: int
+    units: int
+    stride: int = 2
+    entry: bool = False
+
+
+class Unit(nn.Module):
+    """conv, norm, act, conv, norm, add, and act if `last`; a 1×1 convolution and norm on the shortcut where the shape changes."""
+
+    def __init__(self, parts: Parts, inputs: int, outputs: int, stride: int, last: bool = True) -> None:
         super().__init__()
         self.first = parts.block(inputs, outputs, stride=stride)
-        self.second = parts.block(outputs, outputs)
+        self.second = parts.block(outputs, outputs, activation=last)
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else parts.shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -19,25 +39,51 @@ class Unit(nn.Module):
 
 
 class ResNet(nn.Module):
-    """[root], then `depth` units for each of the `widths`, stride 2 between stages."""
+    """[root], then the stages; `last`: whether an activation follows the additions."""
 
     def __init__(
-        self, parts: Parts, normalize: Normalize, widths: tuple[int, ...], depth: int, num_classes: int, in_channels: int, input_size: int, head: str
+        self,
+        parts: Parts,
+        normalize: Normalize,
+        root: Root,
+        stages: tuple[Stage, ...],
+        num_classes: int,
+        in_channels: int,
+        input_size: int,
+        head: str,
+        last: bool = True,
     ) -> None:
         super().__init__()
         if input_size < 8:
             raise ValueError(f"input_size={input_size} is too small; possible: 8 and up")
         self.normalize = normalize
-        self.root = parts.block(in_channels, widths[0], activation=False)
+        self.root = parts.block(in_channels, root.width, root.kernel, root.stride, activation=False)
+        self.pool = nn.MaxPool2d(3, 2, 1) if root.pool else nn.Identity()
         units: list[nn.Module] = []
-        channels = widths[0]
-        for stage, width in enumerate(widths):
-            for i in range(depth):
-                units.append(Unit(parts, channels, width, stride=2 if stage > 0 and i == 0 else 1))
-                channels = width
+        channels = root.width
+        for stage in stages:
+            stride = stage.stride
+            if stage.entry:
+                units.append(parts.block(channels, stage.width, stride=stride))
+                channels, stride = stage.width, 1
+            for _ in range(stage.units):
+                units.append(Unit(parts, channels, stage.width, stride, last))
+                channels, stride = stage.width, 1
         self.units = nn.Sequential(*units)
         self.head = parts.head(channels, num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
-        return self.head(self.units(self.root(self.normalize(x))).mean((2, 3)))
+        return self.head(self.units(self.pool(self.root(self.normalize(x)))).mean((2, 3)))
+
+
+def gaussian_in_units_(model: ResNet) -> ResNet:
+    """The model with its convolutions and classifier drawn anew: Gaussian with deviation 0.01 inside units, Xavier's elsewhere."""
+    inside = {module for unit in model.modules() if isinstance(unit, Unit) for module in unit.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            if module in inside:
+                nn.init.normal_(module.weight, std=0.01)
+            else:
+                nn.init.xavier_uniform_(module.weight)
+    return model

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 import dcnet
+from dcnet.cli import training
 from dcnet.formulas import nearest
 
 FIGURES = ("functions",)
@@ -80,6 +81,11 @@ def bench(
         typer.echo(table)
     else:
         benchmarks.render_into(into, table)
+
+
+app.command(no_args_is_help=True)(training.with_recipe_flags(training.train))
+app.command()(training.evaluate)
+app.command()(training.runs)
 
 
 def main() -> None:

@@ -1,0 +1,110 @@
+"""A folder of images in ImageNet's layout, PATH/train/CLASS/*.jpeg and PATH/val/CLASS/*.jpeg, streamed through worker processes."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dcnet.data.order import epoch_order, of_image, share
+
+ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+_RESIZED = 256 / 224  # the shorter side before the crop, in crops
+
+
+class ImageFolder:
+    """The batches of a folder. size: of the crops; the shorter side of an image becomes 256/224 of it first, as in the paper."""
+
+    channels = 3
+
+    def __init__(self, path: str | Path, device: torch.device, seed: int = 0, size: int = 224, workers: int | None = None) -> None:
+        root = Path(path)
+        if not root.is_dir():
+            raise FileNotFoundError(f"image folder {root} does not exist (looked at {root.resolve()})")
+        held_out = next((name for name in ("val", "test") if (root / name).is_dir()), None)
+        if not (root / "train").is_dir() or held_out is None:
+            found = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+            raise FileNotFoundError(f"image folder {root} must hold train/CLASS/… and val/CLASS/… (or test/CLASS/…), found the folders {found}")
+        self.classes = tuple(sorted(entry.name for entry in (root / "train").iterdir() if entry.is_dir()))
+        self.device, self.seed, self.size = device, seed, size
+        self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
+        self._train = self._files(root / "train")
+        self._test = self._files(root / held_out)
+
+    def _files(self, folder: Path) -> list[tuple[str, int]]:
+        unknown = sorted({entry.name for entry in folder.iterdir() if entry.is_dir()} - set(self.classes))
+        if unknown:
+            raise ValueError(f"{folder} has the class {unknown[0]!r}, which train does not have")
+        found = [
+            (str(path), label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((folder / name).rglob("*"))
+            if path.suffix.lower() in ENDINGS
+        ]
+        if not found:
+            raise FileNotFoundError(f"no images under {folder}; possible endings: {', '.join(ENDINGS)}")
+        return found
+
+    @property
+    def train_length(self) -> int:
+        return len(self._train)
+
+    @property
+    def test_length(self) -> int:
+        return len(self._test)
+
+    def train_batches(self, epoch: int, first: int, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the full batches of an epoch, from batch number `first` on: images in [0, 1] and labels."""
+        order = epoch_order(self.train_length, self.seed, epoch).tolist()
+        mine = share(batch, rank, world)
+        groups = [order[i * batch : (i + 1) * batch][mine] for i in range(first, self.train_length // batch)]
+        yield from self._load(_Images(self._train, self.size, (self.seed, epoch)), groups)
+
+    def test_batches(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the test images, each once, in order."""
+        indices = list(range(self.test_length))[share(self.test_length, rank, world)]
+        groups = [indices[i : i + batch] for i in range(0, len(indices), batch)]
+        yield from self._load(_Images(self._test, self.size, None), groups)
+
+    def _load(self, images: "_Images", groups: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        loader: DataLoader[Any] = DataLoader(images, batch_sampler=groups, num_workers=self.workers, pin_memory=self.device.type == "cuda")
+        for batch, labels in loader:
+            yield batch.to(self.device, non_blocking=True).float().div_(255.0), labels.to(self.device, non_blocking=True)
+
+
+class _Images(Dataset[tuple[Tensor, int]]):
+    """Crops of the files. random: (seed, epoch) for random crops and flips, None for the middle."""
+
+    def __init__(self, files: list[tuple[str, int]], size: int, random: tuple[int, int] | None) -> None:
+        self.files, self.size, self.random = files, size, random
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise ImportError("reading image folders needs Pillow: pip install 'dcnet[images]'") from error
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except OSError as error:
+            raise OSError(f"{path} cannot be read as an image: {error}") from error
+        scale = self.size * _RESIZED / min(image.size)
+        width, height = (max(self.size, round(side * scale)) for side in image.size)
+        pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        if self.random is None:
+            top, left, flip = (height - self.size) // 2, (width - self.size) // 2, 0
+        else:
+            random = of_image(*self.random, index)
+            top, left, flip = random.integers(0, (height - self.size, width - self.size, 1), endpoint=True).tolist()
+        crop = pixels[top : top + self.size, left : left + self.size]
+        if flip:
+            crop = crop[:, ::-1]
+        return torch.from_numpy(crop.transpose(2, 0, 1).copy()), label

@@ -1,0 +1,71 @@
+"""A small data set on the device: batches are gathered and augmented there, all images at once, each in its own way."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dcnet.data.order import epoch_order, of_batch, share
+from dcnet.data.sets import DataSet, Split
+
+AUGMENTATIONS = ("none", "crop", "flip", "crop+flip")
+
+
+class Resident:
+    """The batches of a data set. augment: one of AUGMENTATIONS; crops are taken from images padded by their mirror image."""
+
+    def __init__(self, data: DataSet, device: torch.device, seed: int = 0, augment: str = "none", pad: int = 4) -> None:
+        if augment not in AUGMENTATIONS:
+            raise ValueError(f"unknown augmentation {augment!r}; possible: {', '.join(AUGMENTATIONS)}")
+        if "crop" in augment and not 0 < pad < data.size:
+            raise ValueError(f"pad={pad} does not go with images of {data.size}×{data.size}; possible: 1 to {data.size - 1}")
+        self.classes, self.channels, self.size = data.classes, data.channels, data.size
+        self.seed, self.pad, self.flips = seed, pad if "crop" in augment else 0, "flip" in augment
+        self.device = device
+        self.train, self.test = (Split(*[tensor.to(device) for tensor in split]) for split in (data.train, data.test))
+
+    @property
+    def train_length(self) -> int:
+        return len(self.train.labels)
+
+    @property
+    def test_length(self) -> int:
+        return len(self.test.labels)
+
+    def train_batches(self, epoch: int, first: int, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the full batches of an epoch, from batch number `first` on: images in [0, 1] and labels."""
+        order = torch.from_numpy(epoch_order(self.train_length, self.seed, epoch)).to(self.device)
+        mine = share(batch, rank, world)
+        for number in range(first, self.train_length // batch):
+            picks = order[number * batch : (number + 1) * batch][mine]
+            yield self._augmented(picks, epoch, number, batch, mine), self.train.labels[picks]
+
+    def _augmented(self, picks: Tensor, epoch: int, number: int, batch: int, mine: slice) -> Tensor:
+        images = self.train.images
+        if not self.pad and not self.flips:
+            return images[picks].float().div_(255.0)
+        # drawn for the whole batch, so that every number of ranks sees the same images
+        random = of_batch(self.seed, epoch, number)
+        shifts = random.integers(-self.pad, self.pad, (batch, 2), endpoint=True)
+        flips = random.integers(0, 2, batch) if self.flips else None
+        shift = torch.from_numpy(shifts[mine]).to(self.device, non_blocking=True)
+        rows = self._mirrored(shift[:, :1])
+        columns = self._mirrored(shift[:, 1:])
+        if flips is not None:
+            flip = torch.from_numpy(flips[mine]).to(self.device, non_blocking=True).bool()
+            columns = torch.where(flip[:, None], columns.flip(1), columns)
+        channels = torch.arange(self.channels, device=self.device)
+        gathered = images[picks[:, None, None, None], channels[None, :, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+        return gathered.float().div_(255.0)
+
+    def _mirrored(self, shift: Tensor) -> Tensor:
+        """The rows (or columns) of images shifted by so many pixels, mirrored where they end: (N, size)."""
+        at = (torch.arange(self.size, device=self.device) + shift).abs()
+        return torch.where(at < self.size, at, 2 * (self.size - 1) - at)
+
+    def test_batches(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's share of the test images, each once, in order."""
+        mine = share(self.test_length, rank, world)
+        images, labels = self.test.images[mine], self.test.labels[mine]
+        for start in range(0, len(labels), batch):
+            yield images[start : start + batch].float().div_(255.0), labels[start : start + batch]

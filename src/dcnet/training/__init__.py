@@ -1,0 +1,30 @@
+"""Training: recipes, runs, checkpoints; the same on one device or under torchrun."""
+
+from dcnet.training.diagnose import NonFiniteLoss
+from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.ranks import Ranks, joined
+from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe
+from dcnet.training.run import Run, build_model, find_runs, load
+from dcnet.training.settings import autocast_of
+from dcnet.training.trainer import Interrupted, open_data, train
+
+__all__ = [
+    "RECIPES",
+    "Evaluation",
+    "Interrupted",
+    "NonFiniteLoss",
+    "Ranks",
+    "Recipe",
+    "Run",
+    "autocast_of",
+    "build_model",
+    "change",
+    "evaluate",
+    "find_runs",
+    "joined",
+    "load",
+    "make_recipe",
+    "open_data",
+    "read_recipe",
+    "train",
+]

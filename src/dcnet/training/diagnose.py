@@ -1,0 +1,33 @@
+"""Where a non-finite loss came from."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+class NonFiniteLoss(ArithmeticError):
+    """Training has stopped at a loss that is not a number, or infinite."""
+
+
+@torch.no_grad()
+def first_non_finite(model: nn.Module, images: Tensor) -> str:
+    """In words, what was first not finite: a parameter, the images, or the output of a layer. The model is left as it is."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            return f"the parameter {name!r} is not finite"
+    if not images.isfinite().all():
+        return "the images are not finite"
+    model = copy.deepcopy(model)  # whose running averages may move
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def look(module: nn.Module, _: object, output: object) -> None:
+        if not found and isinstance(output, Tensor) and not output.isfinite().all():
+            found.append(f"the output of layer {names[module]!r} ({type(module).__name__}) is the first that is not finite")
+
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(look)
+    model(images)
+    return found[0] if found else "the output of every layer is finite; the loss itself is not"

@@ -1,0 +1,48 @@
+"""How well a network classifies: over all ranks, every test image once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcnet.data import ImageFolder, Resident
+from dcnet.training.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """On the test images: mean cross-entropy; by class, how many there are and how many were right."""
+
+    loss: float
+    counts: Tensor
+    correct: Tensor
+
+    @property
+    def accuracy(self) -> float:
+        """In percent."""
+        return 100.0 * int(self.correct.sum()) / max(1, int(self.counts.sum()))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, autocast: Any, batch: int = 1000) -> Evaluation:
+    """The model on the test images, in evaluation mode; its mode is restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    classes = len(data.classes)
+    counts = torch.zeros(2, classes, dtype=torch.float64, device=ranks.device)
+    loss = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    for images, labels in data.test_batches(batch, ranks.rank, ranks.world):
+        with autocast():
+            logits = model(images).float()
+        loss += F.cross_entropy(logits, labels, reduction="sum").double()
+        right = (logits.argmax(1) == labels).double()
+        counts[0] += torch.bincount(labels, minlength=classes)
+        counts[1].index_add_(0, labels, right)
+    ranks.sum(loss)
+    ranks.sum(counts)
+    for module, mode in modes.items():
+        module.training = mode
+    total, right = counts.long().cpu()
+    return Evaluation(float(loss) / max(1, int(total.sum())), total, right)

@@ -1,0 +1,215 @@
+"""What a run has in memory: network, optimiser, and everything a checkpoint has to carry."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dcnet.layers import WeightProjection, average_statistics_, orthogonal_penalty, parameter_groups, weight_gradients_
+from dcnet.models.resnet import Unit
+from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
+from dcnet.training.ranks import Ranks
+from dcnet.training.recipe import Recipe
+from dcnet.training.run import Run, build_model
+from dcnet.training.schedule import Schedule
+from dcnet.training.settings import autocast_of
+
+
+class Job:
+    """The state of a run, and one step of it. `shape`: what `build_model` needs to know of the data."""
+
+    def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks) -> None:
+        self.recipe, self.shape, self.ranks = recipe, shape, ranks
+        model = build_model(recipe, shape)
+        if recipe.pretrained is not None:
+            _start_from(model, recipe.pretrained)
+        order = torch.channels_last if recipe.channels_last else torch.contiguous_format
+        self.order: torch.memory_format = order
+        self.model = model.to(ranks.device, memory_format=order)  # type: ignore[call-overload]
+        self.ema = _Average(self.model, recipe.ema) if recipe.ema is not None else None
+        self.autocast = autocast_of(recipe, ranks.device)
+        self.net: nn.Module = torch.compile(self.model) if recipe.compile else self.model  # type: ignore[assignment]
+        if ranks.world > 1:  # running averages are brought together where they are needed, at evaluations and checkpoints
+            self.net = DistributedDataParallel(self.net, [ranks.device] if ranks.device.type == "cuda" else None, broadcast_buffers=False)
+        self.optimizer = _optimizer(self.model, recipe)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=recipe.precision == "fp16")
+        self.schedule = Schedule(recipe, steps)
+        self.projection = WeightProjection(self.model, self.optimizer, every=recipe.projection) if recipe.projection else None
+        if recipe.weighted_gradients:
+            weight_gradients_(self.model)
+        self.step, self.seconds = 0, 0.0
+        # Of the epoch so far: images, and on the device, which need not be waited for, their cross-entropy and how many were right.
+        self.images = 0
+        self.sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+        self.bad = torch.full((), -1, device=ranks.device)  # the first step whose loss was not finite
+
+    def train_step(self, images: Tensor, labels: Tensor) -> None:
+        """One step of the optimiser on this rank's share of a batch; none any more once a loss was not finite."""
+        recipe, parts = self.recipe, self.recipe.accumulate
+        rate = recipe.lr * self.schedule.factor(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        images = images.contiguous(memory_format=self.order)
+        size = len(labels)
+        total = torch.zeros((), device=labels.device)
+        pieces = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        for number, (some, their) in enumerate(pieces):
+            last = number == len(pieces) - 1
+            if isinstance(self.net, DistributedDataParallel):
+                self.net.require_backward_grad_sync = last
+            with self.autocast():
+                logits = self.net(some)
+                loss = F.cross_entropy(logits, their, reduction="sum", label_smoothing=recipe.label_smoothing) / size
+            total += loss.detach()
+            with torch.no_grad():
+                self.sums += torch.stack([loss.detach().double() * size, (logits.argmax(1) == their).sum().double()])
+            if recipe.orthogonality and last:
+                loss = loss + recipe.orthogonality * orthogonal_penalty(self.model)
+            self.scaler.scale(loss).backward()
+        self._note_non_finite(total)
+        if recipe.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.follow(self.model)
+        self.step += 1
+        self.images += size
+
+    def _note_non_finite(self, loss: Tensor) -> None:
+        """Without waiting for the device: the optimiser leaves the weights alone from the first loss on that is not finite."""
+        if self.ranks.world > 1:
+            torch.distributed.all_reduce(loss)  # which is not finite if one of them is not
+        self.bad = torch.where(loss.isfinite() | (self.bad >= 0), self.bad, self.step)
+        if not self.scaler.is_enabled():  # which skips steps with gradients that are not finite by itself
+            self.optimizer.found_inf = (self.bad >= 0).float()  # type: ignore[attr-defined]
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network that is evaluated: the moving average, if there is one."""
+        return self.model if self.ema is None else self.ema.model
+
+    def epoch_sums(self) -> tuple[float, float]:
+        """Mean loss and accuracy in percent of the epoch so far, over all ranks."""
+        loss, right = self.ranks.sum(self.sums.clone()).tolist()
+        count = max(1, self.images * self.ranks.world)
+        return loss / count, 100.0 * right / count
+
+    def epoch_ended(self) -> None:
+        """Starts the sums of the next epoch."""
+        self.images = 0
+        self.sums.zero_()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, run: Run) -> None:
+        """Writes a checkpoint; call it on all ranks, the first one writes."""
+        average_statistics_(self.model)
+        sums = self.ranks.sum(self.sums.clone())  # ranks start again with equal shares
+        if not self.ranks.first:
+            return
+        tensors = with_prefix("model/", self.model.state_dict()) | with_prefix("optimizer/", _optimizer_tensors(self.optimizer))
+        if self.ema is not None:
+            tensors |= with_prefix("ema/", self.ema.model.state_dict())
+        tensors |= {"random/cpu": torch.get_rng_state(), "sums": sums}
+        if self.ranks.device.type == "cuda":
+            tensors["random/cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        state = {
+            "step": self.step,
+            "images": self.images * self.ranks.world,
+            "seconds": self.seconds,
+            "shape": self.shape,
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "projection": None if self.projection is None else self.projection.state_dict(),
+        }
+        save_checkpoint(run.checkpoint, tensors, state)
+
+    def restore(self, run: Run) -> None:
+        """Goes on from the run's checkpoint."""
+        tensors, state = load_checkpoint(run.checkpoint)
+        self.model.load_state_dict(without_prefix("model/", tensors))
+        _load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
+        if self.ema is not None:
+            self.ema.model.load_state_dict(without_prefix("ema/", tensors))
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.projection is not None:
+            self.projection.load_state_dict(state["projection"])
+        torch.set_rng_state(tensors["random/cpu"])
+        if "random/cuda" in tensors and self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["random/cuda"], self.ranks.device)
+        self.sums = (tensors["sums"] / self.ranks.world).to(self.ranks.device)
+        self.images = state["images"] // self.ranks.world
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Adam or SGD; what decays is what the recipe says."""
+    spared = set()
+    for module in model.modules():
+        if not recipe.decay_kernels and type(module) is nn.Conv2d:
+            spared.add(module.weight)
+        if isinstance(module, Unit):
+            shortcut = {parameter for parameter in module.shortcut.parameters() if parameter.dim() > 1}
+            spared = spared - shortcut if recipe.decay_shortcuts else spared | shortcut
+    groups = []
+    for group in parameter_groups(model, recipe.weight_decay):
+        groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
+    groups.append({"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0})
+    groups = [group for group in groups if group["params"]]
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+    return torch.optim.Adam(groups, lr=recipe.lr, fused=True)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of every parameter, by its number among all."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        f"{number}/{name}": value
+        for number, p in enumerate(parameters)
+        for name, value in optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, value in tensors.items():
+        number, name = key.split("/")
+        p = parameters[int(number)]
+        # in the memory order of the parameter; a count of steps has a shape of its own
+        optimizer.state[p][name] = torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value.to(p.device)
+
+
+def _start_from(model: nn.Module, folder: str) -> None:
+    """The weights of another run, plain or decoupled, of the same structure."""
+    source = Run(folder)
+    try:
+        model.load_state_dict(source.model.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"pretrained={folder!r} does not fit the recipe's network: {error}") from error
+
+
+class _Average:
+    """An exponential moving average of a network, buffers included."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.decay = decay
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        """One step towards the model."""
+        mine, its = [*self.model.parameters(), *self.model.buffers()], [*model.parameters(), *model.buffers()]
+        pairs = list(zip(mine, its, strict=True))
+        floats = [(a, b) for a, b in pairs if a.is_floating_point()]
+        torch._foreach_lerp_([a for a, _ in floats], [b for _, b in floats], 1.0 - self.decay)
+        for a, b in pairs:
+            if not a.is_floating_point():
+                a.copy_(b)

@@ -1,0 +1,68 @@
+"""The processes that train together: one, or those that torchrun has started."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor, replaced by its sum over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, value: float) -> float:
+        """The largest of the ranks' values."""
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined(device: str | None = None) -> Iterator[Ranks]:
+    """This process among the others; under torchrun the group is joined here, and left at the end, unless the caller has done so."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but PyTorch sees no GPU here; possible: 'cpu'")
+    if kind == "cuda" and local >= torch.cuda.device_count():
+        raise ValueError(f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}; start at most that many processes a node")
+    where = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    joins = world > 1 and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        if dist.is_available() and dist.is_initialized():
+            yield Ranks(dist.get_rank(), dist.get_world_size(), where)
+        else:
+            yield Ranks(0, 1, where)
+    finally:
+        if joins:
+            dist.destroy_process_group()

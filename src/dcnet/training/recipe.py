@@ -1,0 +1,172 @@
+"""A recipe: everything that decides what a training run computes, and nothing else."""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dcnet.data import AUGMENTATIONS
+from dcnet.formulas import nearest
+
+DEFAULT = "default"
+
+
+def _option(default: Any, explanation: str, *possible: str) -> Any:
+    """A field with what `--help` says about it, and the values it can take where they are few."""
+    return field(default=default, metadata={"help": explanation, "possible": possible})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained on what, and how. Every field is a flag of `dcnet train`."""
+
+    data: str = _option("digits", "Data set: digits, mnist, fashion-mnist, cifar10, cifar100, or imagefolder:PATH.")
+    image_size: int | None = _option(None, "Size of the crops from an image folder (224 if not given).")
+    model: str = _option("cnn9_narrow", "Network; dcnet.list_models() has their names.")
+    magnitude: str | None = _option("tanh", "Magnitude function, with parameters as in seg:beta=0.2; none for the plain network.")
+    angular: str = _option("cosine", "Angular function, with parameters as in sigmoid:k=learned.")
+    weighting: str | None = _option(None, "How ‖w‖ enters the magnitude: none, linear, joint or separate.")
+    radius: str = _option("learned", "Operator radius: learned, or a number.")
+    norm: str | None = _option(DEFAULT, "Normalisation: batch, none, or default for what the network has.", "batch", "none", DEFAULT)
+    activation: str | None = _option(DEFAULT, "Activation: relu, prelu, none, or default.", "relu", "prelu", "none", DEFAULT)
+    head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
+    pretrained: str | None = _option(None, "Run folder whose weights to start from: same structure, plain or decoupled.")
+
+    epochs: float = _option(3.0, "Passes over the training images.")
+    steps: int | None = _option(None, "Steps of the optimiser, instead of epochs.")
+    batch: int = _option(128, "Images a step, over all devices.")
+    accumulate: int = _option(1, "Parts of a device's batch, gradients of which are added up.")
+    augment: str = _option("none", "Augmentation: none, crop, flip, or crop+flip.", *AUGMENTATIONS)
+    pad: int = _option(4, "Pixels of mirrored padding that crops come from.")
+    label_smoothing: float = _option(0.0, "Share of the target spread over all classes.")
+
+    optimizer: str = _option("adam", "Optimiser: adam or sgd.", "adam", "sgd")
+    lr: float = _option(1e-3, "Learning rate, the highest of the schedule.")
+    momentum: float = _option(0.9, "Momentum of SGD.")
+    nesterov: bool = _option(False, "Nesterov's momentum.")
+    weight_decay: float = _option(0.0, "ℓ2 on all but unweighted decoupled kernels, radii and learned parameters.")
+    decay_kernels: bool = _option(True, "Whether ordinary convolutions, such as the plain network's, decay.")
+    decay_shortcuts: bool = _option(True, "Whether the shortcuts of residual networks decay.")
+    schedule: str = _option("constant", "Learning rate: constant, step, plateau or onecycle.", "constant", "step", "plateau", "onecycle")
+    milestones: tuple[float, ...] = _option((), "Where the step schedule multiplies by gamma, as fractions of the run: 0.5,0.75.")
+    gamma: float = _option(0.1, "Factor of the step and plateau schedules.")
+    patience: int = _option(5, "Epochs without a lower training loss before the plateau schedule multiplies by gamma.")
+    warmup: float = _option(0.25, "Fraction of the run in which the onecycle schedule rises.")
+    clip: float | None = _option(None, "Largest norm of the gradient.")
+    ema: float | None = _option(None, "Decay of an exponential moving average of the weights, which is then what is evaluated.")
+
+    projection: int = _option(0, "Project unweighted kernels to norm 1 every so many steps; 0 for never.")
+    weighted_gradients: bool = _option(False, "Multiply the gradients of unweighted kernels by ‖w‖.")
+    orthogonality: float = _option(0.0, "Weight of the orthogonality penalty on unweighted kernels.")
+    sync: bool = _option(False, "Take E{‖x‖} over the batches of all devices.")
+
+    precision: str = _option("float32", "Arithmetic: float32, tf32, bf16 or fp16.", "float32", "tf32", "bf16", "fp16")
+    channels_last: bool = _option(False, "Memory order of the images.")
+    compile: bool = _option(False, "Run the network through torch.compile.")
+    deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
+    seed: int = _option(0, "Of weights, order of the images, and augmentation.")
+    evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.")
+    save_every: int = _option(1000, "Steps between checkpoints, which are also written after every epoch.")
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value, possible = getattr(self, entry.name), entry.metadata["possible"]
+            allowed = typing.get_args(hints[entry.name]) if isinstance(hints[entry.name], types.UnionType) else (hints[entry.name],)
+            if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+                value = float(value)
+                object.__setattr__(self, entry.name, value)
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, entry.name, value)
+            kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ValueError(f"recipe: {entry.name}={value!r} must be {' or '.join(getattr(k, '__name__', 'None') for k in kinds)}")
+            if possible and ("none" if value is None else value) not in possible:
+                raise ValueError(f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: {', '.join(possible)}")
+        for name, least in (
+            ("batch", 1),
+            ("accumulate", 1),
+            ("patience", 1),
+            ("projection", 0),
+            ("evaluate_every", 0),
+            ("save_every", 1),
+            ("seed", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"recipe: {name}={getattr(self, name)} must be at least {least}")
+        for name in ("lr", "epochs", "gamma"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"recipe: {name}={getattr(self, name)} must be a number > 0")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"recipe: steps={self.steps} must be at least 1")
+        for name in ("weight_decay", "orthogonality", "momentum", "label_smoothing", "warmup"):
+            if not 0.0 <= getattr(self, name) < (float("inf") if name in ("weight_decay", "orthogonality") else 1.0):
+                raise ValueError(f"recipe: {name}={getattr(self, name)} is out of range")
+        if self.clip is not None and not self.clip > 0.0:
+            raise ValueError(f"recipe: clip={self.clip} must be > 0")
+        if self.ema is not None and not 0.0 < self.ema < 1.0:
+            raise ValueError(f"recipe: ema={self.ema} must be between 0 and 1")
+        if list(self.milestones) != sorted(self.milestones) or any(not 0.0 < m < 1.0 for m in self.milestones):
+            raise ValueError(f"recipe: milestones={self.milestones} must be rising fractions between 0 and 1")
+        if self.magnitude is None and self.weighting is not None:
+            raise ValueError(f"recipe: weighting={self.weighting!r} is for decoupled layers, but magnitude=None asks for the plain network")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @property
+    def title(self) -> str:
+        """A short name: data, network, operator."""
+        operator = "plain" if self.magnitude is None else "-".join(filter(None, (self.magnitude, self.angular, self.weighting)))
+        data = self.data if ":" not in self.data else Path(self.data.split(":", 1)[1]).name
+        return "-".join((data, self.model, operator.replace(":", "_").replace("=", "").replace(",", "_"), f"seed{self.seed}"))
+
+
+hints = typing.get_type_hints(Recipe)
+
+_PAPER: dict[str, Any] = {"label_smoothing": 0.01, "weight_decay": 5e-4, "projection": 100, "orthogonality": 1e-5, "schedule": "step"}
+_CIFAR = _PAPER | {"augment": "crop+flip", "steps": 42_500, "milestones": (20_000 / 42_500, 30_000 / 42_500, 37_500 / 42_500)}
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper-cifar": _CIFAR | {"data": "cifar100", "model": "cnn9"},
+    "paper-cifar-sgd": _CIFAR | {"data": "cifar100", "model": "cnn9", "optimizer": "sgd", "lr": 0.1},
+    "paper-imagenet": _PAPER
+    | {"data": "imagefolder:imagenet", "model": "resnet18", "optimizer": "sgd", "lr": 0.1, "batch": 40, "steps": 700_000, "weight_decay": 1e-4}
+    | {"milestones": (200 / 700, 375 / 700, 550 / 700), "decay_shortcuts": False, "save_every": 5000},
+    "paper-adversarial": {"data": "cifar10", "model": "cnn9_narrow", "augment": "crop+flip", "schedule": "plateau", "epochs": 100.0},
+    "fast-cifar": {"data": "cifar10", "model": "cnn9", "augment": "crop+flip", "optimizer": "sgd", "nesterov": True, "lr": 0.4, "batch": 512}
+    | {"epochs": 15.0, "schedule": "onecycle", "weight_decay": 5e-4, "label_smoothing": 0.1, "precision": "bf16", "channels_last": True}
+    | {"evaluate_every": 0},
+    "demo": {"data": "digits", "model": "cnn9_narrow", "norm": "batch", "epochs": 8.0, "batch": 64, "lr": 2e-3, "schedule": "onecycle"}
+    | {"augment": "crop", "pad": 1},
+}
+
+
+def make_recipe(name: str | None = None, **overrides: Any) -> Recipe:
+    """The named recipe, with fields replaced; without a name the defaults. Giving `epochs` takes the place of the recipe's `steps`."""
+    if name is not None and name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}.{nearest(name, RECIPES)} Known: {', '.join(RECIPES)}, or a JSON file")
+    return change(Recipe(**({} if name is None else RECIPES[name])), **overrides)
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe in a JSON file, as `recipe.json` of a run folder."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not a recipe: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a recipe: it holds {type(values).__name__}, expected an object")
+    return change(Recipe(), **values)
+
+
+def change(recipe: Recipe, **values: Any) -> Recipe:
+    """The recipe with fields replaced."""
+    for name in values:
+        if name not in hints:
+            raise ValueError(f"unknown recipe field {name!r}.{nearest(name, hints)} Known: {', '.join(hints)}")
+    if "epochs" in values and "steps" not in values:
+        values["steps"] = None
+    return replace(recipe, **values)

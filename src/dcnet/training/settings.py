@@ -1,0 +1,40 @@
+"""PyTorch's global switches, as a recipe wants them, and as they were afterwards."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from dcnet.training.recipe import Recipe
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_of(recipe: Recipe, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What to run the network under."""
+    dtype = _AUTOCAST.get(recipe.precision)
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """TF32, determinism, and the seed of PyTorch's generators."""
+    cuda = device.type == "cuda"
+    tf32, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
+    before = (tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
+    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    wants = recipe.precision != "float32"
+    torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = wants
+    cudnn.benchmark, cudnn.deterministic = cuda and not recipe.deterministic, recipe.deterministic
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS is not
+        torch.use_deterministic_algorithms(True)
+    try:
+        with torch.random.fork_rng(devices=[device] if cuda else []):
+            torch.manual_seed(recipe.seed)
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = before
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

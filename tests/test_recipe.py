@@ -1,0 +1,112 @@
+"""Recipes: named ones, files, flags, and what cannot be."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from dcnet.training import RECIPES, Recipe, change, make_recipe, read_recipe
+from dcnet.training.schedule import Schedule
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_round_trip(name, tmp_path):
+    recipe = make_recipe(name, seed=7)
+    (tmp_path / "recipe.json").write_text(recipe.to_json())
+    assert read_recipe(tmp_path / "recipe.json") == recipe
+    assert recipe.seed == 7
+    assert all(getattr(recipe, key) == value for key, value in RECIPES[name].items())
+
+
+def test_the_paper():
+    """SPEC's table of recipes."""
+    cifar = make_recipe("paper-cifar")
+    assert (cifar.optimizer, cifar.lr, cifar.batch, cifar.steps, cifar.label_smoothing) == ("adam", 1e-3, 128, 42_500, 0.01)
+    factors = Schedule(cifar, 42_500).factor
+    for step, factor in ((0, 1.0), (19_999, 1.0), (20_000, 0.1), (29_999, 0.1), (30_000, 0.01), (37_499, 0.01), (37_500, 0.001), (42_499, 0.001)):
+        assert math.isclose(factors(step), factor), step
+    assert (cifar.weight_decay, cifar.projection, cifar.orthogonality, cifar.augment, cifar.pad) == (5e-4, 100, 1e-5, "crop+flip", 4)
+    sgd = make_recipe("paper-cifar-sgd")
+    assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 0.1, 0.9)
+    imagenet = make_recipe("paper-imagenet")
+    assert (imagenet.optimizer, imagenet.lr, imagenet.batch, imagenet.steps, imagenet.weight_decay) == ("sgd", 0.1, 40, 700_000, 1e-4)
+    assert [round(m * 700) for m in imagenet.milestones] == [200, 375, 550]
+    adversarial = make_recipe("paper-adversarial")
+    assert (adversarial.optimizer, adversarial.schedule, adversarial.weight_decay, adversarial.label_smoothing) == ("adam", "plateau", 0.0, 0.0)
+    assert (adversarial.projection, adversarial.orthogonality) == (0, 0.0)
+
+
+def test_epochs_take_the_place_of_steps():
+    assert make_recipe("paper-cifar", epochs=2).steps is None
+    assert make_recipe("paper-cifar", epochs=2).epochs == 2.0
+    assert make_recipe("paper-cifar", lr=0.5).steps == 42_500
+    assert make_recipe("paper-cifar", epochs=2, steps=5).steps == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": -1.0}, r"lr=-1.0 must be a number > 0"),
+        ({"lr": "fast"}, r"lr='fast' must be float"),
+        ({"batch": 0}, r"batch=0 must be at least 1"),
+        ({"batch": 1.5}, r"batch=1.5 must be int"),
+        ({"compile": 1}, r"compile=1 must be bool"),
+        ({"batch": True}, r"batch=True must be int"),
+        ({"steps": 0}, r"steps=0 must be at least 1"),
+        ({"optimizer": "sdg"}, r"unknown optimizer 'sdg'. Did you mean 'sgd'"),
+        ({"precision": "bf61"}, r"unknown precision 'bf61'. Did you mean 'bf16'"),
+        ({"milestones": (0.5, 0.2)}, r"milestones=\(0.5, 0.2\) must be rising fractions"),
+        ({"milestones": (5.0,)}, r"must be rising fractions between 0 and 1"),
+        ({"label_smoothing": 1.0}, r"label_smoothing=1.0 is out of range"),
+        ({"ema": 1.0}, r"ema=1.0 must be between 0 and 1"),
+        ({"clip": 0.0}, r"clip=0.0 must be > 0"),
+        ({"magnitude": None, "weighting": "linear"}, r"weighting='linear' is for decoupled layers"),
+        ({"learning_rate": 1.0}, r"unknown recipe field 'learning_rate'"),
+    ],
+)
+def test_errors(values, message):
+    with pytest.raises(ValueError, match=message):
+        change(Recipe(), **values)
+
+
+def test_unknown_files(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown recipe 'paper-cifr'. Did you mean 'paper-cifar'"):
+        make_recipe("paper-cifr")
+    path = tmp_path / "recipe.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"recipe.json is not a recipe"):
+        read_recipe(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"it holds list, expected an object"):
+        read_recipe(path)
+    path.write_text(json.dumps({"lr": 0.1, "rate": 3}))
+    with pytest.raises(ValueError, match=r"unknown recipe field 'rate'"):
+        read_recipe(path)
+
+
+def test_every_field_is_explained():
+    assert all(field.metadata["help"].endswith(".") for field in dataclasses.fields(Recipe))
+
+
+def test_onecycle():
+    factors = [Schedule(Recipe(schedule="onecycle", warmup=0.25), 100).factor(step) for step in range(100)]
+    assert max(factors) <= 1.0
+    assert factors.index(max(factors)) in (24, 25)
+    assert factors[0] == 1 / 25
+    assert 0.0 < factors[-1] < 0.02
+    assert factors[:24] == sorted(factors[:24])
+    assert factors[25:] == sorted(factors[25:], reverse=True)
+    assert all(factor > 0.0 for warmup in (0.0, 0.99) for steps in (1, 2, 7) for factor in [Schedule(Recipe(schedule="onecycle", warmup=warmup), steps).factor(0)])
+
+
+def test_plateau():
+    schedule = Schedule(Recipe(schedule="plateau", patience=2), 100)
+    factors = []
+    for loss in (3.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0):
+        schedule.epoch_ended(loss)
+        factors.append(round(math.log10(schedule.factor(0))))
+    assert factors == [0, 0, 0, -1, -1, -1, -2, -2, -3]
+    other = Schedule(Recipe(schedule="plateau", patience=2), 100)
+    other.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    assert vars(other) == vars(schedule)

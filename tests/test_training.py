@@ -1,0 +1,348 @@
+"""Training: runs on disk, resumption bit for bit, options, and what stops a run."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import dcnet
+from dcnet.training import Interrupted, NonFiniteLoss, find_runs, job, trainer
+from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
+
+SMALL = {"epochs": 2.0, "batch": 256}  # five steps an epoch
+
+
+def recipe(**options):
+    return dcnet.make_recipe(**{**SMALL, **options})
+
+
+def train(folder, resume=False, **options):
+    return dcnet.train(dcnet.Run(folder).recipe if resume else recipe(**options), folder, device="cpu", quiet=True)
+
+
+def assert_same_run(a, b):
+    """Weights, optimiser, counters, metrics: everything but the time it took."""
+    (left, left_state), (right, right_state) = (load_checkpoint(run.checkpoint) for run in (a, b))
+    assert set(left) == set(right)
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+    for state in (left_state, right_state):
+        state.pop("seconds")
+    assert left_state == right_state
+    without_time = [[{k: v for k, v in entry.items() if k != "seconds"} for entry in run.metrics] for run in (a, b)]
+    assert without_time[0] == without_time[1]
+    if a.result is not None:
+        assert a.result["accuracy"] == b.result["accuracy"]
+
+
+def test_a_run(tmp_path):
+    run = train(tmp_path / "run", epochs=3.0, batch=128, lr=2e-3, norm="batch")
+    assert run.accuracy > 80.0
+    result = run.result
+    assert result["epochs"] == 3.0
+    assert result["steps"] == 33
+    assert result["parameters"] == sum(p.numel() for p in run.model.parameters())
+    assert {"loss", "seconds", "images_per_second", "torch", "python", "dcnet", "device", "commit"} <= set(result)
+    assert [entry["epoch"] for entry in run.metrics] == [1, 2, 3]
+    assert run.metrics[-1]["test_accuracy"] == result["accuracy"]
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint.safetensors", "metrics.jsonl", "recipe.json", "result.json"]
+    # what evaluation says is what the loaded network does
+    test = dcnet.training.open_data(run.recipe, dcnet.training.Ranks(0, 1, torch.device("cpu"))).test
+    with torch.no_grad():
+        right = (dcnet.load(run.folder)(test.images / 255.0).argmax(1) == test.labels).float().mean()
+    assert 100 * float(right) == pytest.approx(result["accuracy"])
+    again = train(tmp_path / "run", epochs=3.0, batch=128, lr=2e-3, norm="batch")  # finished: nothing to do
+    assert again.result == result
+    assert [found.folder for found in find_runs(tmp_path)] == [run.folder]
+
+
+def test_another_recipe_is_refused(tmp_path):
+    train(tmp_path / "run", epochs=1.0)
+    with pytest.raises(ValueError, match=r"holds another recipe's run: lr=0.001 there, 0.1 here\. Choose another folder"):
+        train(tmp_path / "run", epochs=1.0, lr=0.1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file; a run needs a folder"):
+        train(tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+        dcnet.Run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm": "batch", "projection": 3, "orthogonality": 1e-5, "augment": "crop", "pad": 1},
+        {"optimizer": "sgd", "lr": 0.05, "schedule": "plateau", "patience": 1, "ema": 0.9, "angular": "sigmoid:k=learned", "channels_last": True},
+    ],
+    ids=["adam, projection", "sgd, plateau, average"],
+)
+def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
+    """Interrupted in the middle of an epoch, and after a checkpoint that was followed by more steps."""
+    options = {**options, "epochs": 3.0, "save_every": 2}
+    whole = train(tmp_path / "whole", **options)
+    original = job.Job.train_step
+    for stops in ([3, 9], [5], [14]):  # in the middle, at the end of an epoch, one before the last
+        folder = tmp_path / f"stopped {stops}"
+        for stop in stops:
+
+            def step(self, images, labels, stop=stop):
+                if self.step == stop:
+                    raise KeyboardInterrupt
+                original(self, images, labels)
+
+            monkeypatch.setattr(job.Job, "train_step", step)
+            with pytest.raises(Interrupted, match=f"stopped at step {stop} of 15. Go on with: dcnet train --resume .*stopped"):
+                train(folder, **options)
+        monkeypatch.setattr(job.Job, "train_step", original)
+        assert_same_run(train(folder, resume=True), whole)
+
+
+def test_a_crash_without_a_word(tmp_path, monkeypatch):
+    """Nothing is saved at the crash: the run goes on from the last checkpoint, and forgets the epochs after it."""
+    whole = train(tmp_path / "whole", epochs=3.0)
+    original = trainer.Job.save
+
+    def save(self, run):
+        if self.step == 10:
+            raise OSError("no space left on device")
+        original(self, run)
+
+    monkeypatch.setattr(job.Job, "save", save)
+    with pytest.raises(OSError, match="no space left"):
+        train(tmp_path / "run", epochs=3.0)
+    monkeypatch.setattr(job.Job, "save", original)
+    assert len(dcnet.Run(tmp_path / "run").metrics) == 2  # the second epoch was written down, its weights were not
+    assert_same_run(train(tmp_path / "run", resume=True), whole)
+
+
+def kill_and_resume(tmp_path, kills, epochs):
+    """Runs the command line, kills it at random moments, resumes; then compares with a run that was left alone."""
+    random.seed(kills)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    flags = f"--data digits --model cnn9_narrow --batch 64 --epochs {epochs} --save-every 7 --device cpu".split()
+    command = [sys.executable, "-m", "dcnet", "train"]
+
+    def finish(*arguments):
+        subprocess.run([*command, *arguments], env=environment, check=True, capture_output=True)
+
+    began = time.monotonic()
+    finish(*flags, "--run", str(tmp_path / "whole"))
+    length = time.monotonic() - began
+    folder = tmp_path / "killed"
+    killed = 0
+    while killed < kills:
+        arguments = ["--resume", str(folder)] if (folder / "recipe.json").exists() else [*flags, "--run", str(folder)]
+        process = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            process.wait(random.uniform(0.3, 0.9) * length if kills < 5 else random.uniform(2.0, 5.0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            killed += 1
+        if (folder / "result.json").exists():
+            break
+    if not (folder / "result.json").exists():
+        finish("--resume", str(folder))
+    runs = [dcnet.Run(tmp_path / name) for name in ("killed", "whole")]
+    assert_same_run(*runs)
+    return killed
+
+
+def test_killed_and_resumed(tmp_path):
+    assert kill_and_resume(tmp_path, kills=3, epochs=3) > 0
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path):
+    assert kill_and_resume(tmp_path, kills=20, epochs=40) == 20
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.safetensors"
+    save_checkpoint(path, {"a": torch.ones(3)}, {"step": 1})
+
+    def fail(*_):
+        raise OSError("power cut")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="power cut"):
+        save_checkpoint(path, {"a": torch.zeros(3)}, {"step": 2})
+    tensors, state = load_checkpoint(path)
+    assert tensors["a"].tolist() == [1.0, 1.0, 1.0]
+    assert state == {"step": 1}
+    assert load_file(path)["a"].tolist() == [1.0, 1.0, 1.0]  # anybody can read it
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"checkpoint.safetensors cannot be read"):
+        load_checkpoint(path)
+
+
+def losses(run):
+    return [entry["train_loss"] for entry in run.metrics]
+
+
+def test_accumulation_is_the_same_step(tmp_path):
+    """Without statistics of the batch, parts of a batch add up to it."""
+    options = {"magnitude": "sphere", "epochs": 1.0}
+    whole, parts = train(tmp_path / "whole", **options), train(tmp_path / "parts", **options, accumulate=4)
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_options_change_something(tmp_path):
+    """Every option that is to change the result does, and repeating one does not."""
+    common = {"epochs": 1.0}
+    reference = train(tmp_path / "reference", **common)
+    assert losses(train(tmp_path / "same", **common)) == losses(reference)
+    for number, options in enumerate(
+        [
+            {"seed": 1},
+            {"label_smoothing": 0.1},
+            {"clip": 0.01},
+            {"projection": 1},
+            {"weighted_gradients": True},
+            {"orthogonality": 1.0},
+            {"weight_decay": 0.5},
+            {"augment": "crop", "pad": 1},
+            {"precision": "bf16"},
+            {"schedule": "onecycle"},
+            {"head": "normalized"},
+            {"weighting": "linear"},
+            {"radius": "0.5"},
+            {"optimizer": "sgd"},
+        ]
+    ):
+        other = train(tmp_path / str(number), **common, **options)
+        assert losses(other) != losses(reference), options
+        assert all(math.isfinite(loss) for loss in losses(other))
+
+
+def test_moving_average_is_what_is_evaluated(tmp_path):
+    run = train(tmp_path / "run", ema=0.99, epochs=1.0)
+    tensors, _ = load_checkpoint(run.checkpoint)
+    name = "stages.0.conv.weight"
+    assert not torch.equal(tensors[f"ema/{name}"], tensors[f"model/{name}"])
+    assert torch.equal(run.model.state_dict()[name], tensors[f"ema/{name}"])
+
+
+def test_what_decays():
+    """SPEC: ℓ2 on BatchNorm, shortcuts and classifier; on the plain twin's convolutions too."""
+
+    def decaying(**options):
+        options = dcnet.make_recipe("paper-cifar", model="resnet32", **options)
+        model = dcnet.training.build_model(options, {"num_classes": 10, "in_channels": 3, "input_size": 32})
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        groups = job._optimizer(model, options).param_groups
+        assert sum(len(group["params"]) for group in groups) == len(names)
+        return {names[p] for group in groups if group["weight_decay"] > 0.0 for p in group["params"]}
+
+    decoupled = decaying()
+    assert "root.norm.weight" in decoupled
+    assert "units.5.shortcut.conv.weight" in decoupled
+    assert "head.weight" in decoupled
+    assert not [name for name in decoupled if "raw_" in name or ("conv" in name and "shortcut" not in name)]
+    assert "units.0.first.conv.weight" in decaying(magnitude=None)
+    twin = decaying(magnitude=None, decay_kernels=False)
+    assert "units.0.first.conv.weight" not in twin
+    assert "units.5.shortcut.conv.weight" in twin
+    assert "units.5.shortcut.conv.weight" not in decaying(decay_shortcuts=False)
+    assert "units.5.shortcut.norm.weight" in decaying(decay_shortcuts=False)
+
+
+def test_pretrained_start(tmp_path):
+    """Plain to decoupled, same structure."""
+    plain = train(tmp_path / "plain", magnitude=None, epochs=1.0)
+    begun = recipe(pretrained=str(plain.folder), steps=1, lr=1e-12)
+    run = dcnet.train(begun, tmp_path / "decoupled", device="cpu", quiet=True)
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(run.model.state_dict()[name], tensor)
+    with pytest.raises(ValueError, match=r"pretrained=.* does not fit the recipe's network.*head.weight"):
+        train(tmp_path / "other", pretrained=str(plain.folder), model="cnn9")
+
+
+def test_non_finite_loss(tmp_path, monkeypatch):
+    with pytest.raises(NonFiniteLoss, match=r"the loss is not finite at step \d+ \(epoch \d+, learning rate 1e\+30\): .*"):
+        train(tmp_path / "run", magnitude=None, lr=1e30, optimizer="sgd")
+    # the layer that was first
+    original = nn.MaxPool2d.forward
+    calls = []
+
+    def forward(self, x):
+        calls.append(1)
+        y = original(self, x)
+        return y * math.inf if len(calls) > 3 * 7 else y  # three poolings a step
+
+    monkeypatch.setattr(nn.MaxPool2d, "forward", forward)
+    with pytest.raises(
+        NonFiniteLoss, match=r"at step 6 \(epoch 2, learning rate 0.001\): the output of layer 'stages.3' \(MaxPool2d\) is the first"
+    ):
+        train(tmp_path / "other", evaluate_every=0, magnitude=None)
+    tensors, state = load_checkpoint(tmp_path / "other" / "checkpoint.safetensors")
+    assert state["step"] == 5
+    assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": "cifar11"}, "unknown data set 'cifar11'"),
+        ({"model": "resnet23"}, "unknown model 'resnet23'"),
+        ({"magnitude": "tahn"}, "unknown magnitude 'tahn'"),
+        ({"batch": 2000}, "batch=2000 is larger than the 1442 training images"),
+        ({"batch": 10, "accumulate": 4}, "batch=10 cannot be divided among 1 processes × accumulate=4"),
+        ({"radius": "big"}, "radius='big'; possible: learned, or a number"),
+        ({"weighting": "linear", "projection": 10}, "weight projection does not go with weighted operators"),
+        ({"image_size": 32}, "image_size=32 is for image folders"),
+        ({"data": "imagefolder:nowhere"}, "image folder nowhere does not exist"),
+        ({"pretrained": "nowhere"}, "nowhere is not a run folder"),
+        ({"augment": "crop", "pad": 8}, "pad=8 does not go with images of 8×8"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing_behind(tmp_path, options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_image_folder(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
+    for part, count in (("train", 12), ("val", 4)):
+        for shade, name in enumerate(("dark", "light")):
+            for i in range(count):
+                path = tmp_path / "images" / part / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                image.new("RGB", (40, 36), (60 + 120 * shade + i,) * 3).save(path)
+    options = {"data": f"imagefolder:{tmp_path / 'images'}", "image_size": 16, "batch": 8, "epochs": 6.0, "norm": "batch", "lr": 5e-3}
+    run = train(tmp_path / "run", **options)
+    assert run.accuracy == 100.0
+    assert run.result["test_images"] == 8
+
+
+def test_metrics_cut_off_by_a_kill(tmp_path):
+    run = train(tmp_path / "run", epochs=1.0)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(run.metrics[0])[:20])
+    assert len(run.metrics) == 1
+
+
+def test_global_settings_are_restored(tmp_path):
+    torch.manual_seed(5)
+    before = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(), torch.rand(1).item())
+    torch.manual_seed(5)
+    train(tmp_path / "run", epochs=1.0, deterministic=True, precision="tf32")
+    after = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(), torch.rand(1).item())
+    assert before == after
+
+
+def test_example_runs():
+    example = Path(__file__).parent.parent / "examples" / "plain_loop.py"
+    assert len(example.read_text().splitlines()) <= 40
+    output = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True).stdout
+    assert float(output.split()[-1].rstrip("%")) > 80.0
