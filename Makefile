@@ -2,15 +2,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench mutants sanitize clean
+.PHONY: demo test slow lint bench mutants sanitize clean
 
-## demo: draw the curves of every operator and check the one that must equal nn.Conv2d
+## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, in about a minute
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 ## test: the whole suite
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+## slow: the checks that take minutes, such as killing a training run twenty times
+slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
 ## lint: ruff and mypy
 lint: $(READY)

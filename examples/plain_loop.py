@@ -22,7 +22,7 @@ model = nn.Sequential(
 )
 optimizer = torch.optim.Adam(dcnet.parameter_groups(model, weight_decay=5e-4), lr=3e-3)
 dcnet.WeightProjection(model, optimizer, every=10)
-for epoch in range(3):
+for _ in range(3):
     for batch in torch.randperm(len(labels)).split(64):
         loss = F.cross_entropy(model(images[batch]), labels[batch]) + 1e-5 * dcnet.orthogonal_penalty(model)
         optimizer.zero_grad()

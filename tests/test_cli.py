@@ -46,3 +46,50 @@ def test_a_users_formula_is_drawn_and_listed(catalogue):
     assert [line.get_label() for line in left.lines] == list(dcnet.magnitudes())
     assert [line.get_label() for line in right.lines][-1] == "mine"
     assert right.lines[-1].get_ydata()[0] == pytest.approx(0.5)
+
+
+def test_train_evaluate_runs(tmp_path):
+    run = tmp_path / "run"
+    flags = ["--magnitude", "none", "--steps", "3", "--milestones", "0.5,0.75", "--schedule", "step", "--device", "cpu"]
+    result = call("train", *flags, "--run", str(run))
+    assert result.exit_code == 0, result.output
+    assert "plain" in result.output
+    recipe = dcnet.Run(run).recipe
+    assert (recipe.magnitude, recipe.milestones, recipe.steps, recipe.schedule) == (None, (0.5, 0.75), 3, "step")
+    shown = call("evaluate", str(run), "--device", "cpu")
+    assert f"accuracy {dcnet.Run(run).accuracy:.2f}%" in shown.output
+    assert "digits, cnn9_narrow" in call("runs", str(tmp_path)).output
+    assert f"no runs under {tmp_path / 'none'}" in call("runs", str(tmp_path / "none")).output
+    again = call("train", "--resume", str(run), "--device", "cpu")
+    assert again.exit_code == 0
+    # a file of a recipe, changed by a flag
+    other = call("train", "--recipe", str(run / "recipe.json"), "--seed", "3", "--device", "cpu", "--run", str(tmp_path / "other"))
+    assert other.exit_code == 0
+    assert dcnet.Run(tmp_path / "other").recipe.seed == 3
+
+
+def test_train_errors(tmp_path):
+    for arguments, message in [
+        (["--data", "cifar10", "--data-root", str(tmp_path)], "cifar-10-batches-bin/data_batch_1.bin is missing (and 5 more)"),
+        (["--recipe", "paper"], "unknown recipe 'paper'"),
+        (["--recipe", "nothing.json"], "nothing.json"),
+        (["--resume", str(tmp_path)], "is not a run folder"),
+        (["--resume", str(tmp_path), "--lr", "0.1"], "--lr cannot change it"),
+        (["--milestones", "a,b"], "Invalid value for --milestones: 'a,b'"),
+        (["--epochs", "-1"], "epochs=-1.0 must be a number > 0"),
+        (["--device", "cuda:9"], "unknown device 'cuda:9'; possible: cpu, cuda"),
+        (["--schedule", "cosin"], "unknown schedule 'cosin'"),
+    ]:
+        result = call("train", *arguments, "--run", str(tmp_path / "run")) if "--resume" not in arguments else call("train", *arguments)
+        assert result.exit_code in (1, 2), arguments
+        assert message in " ".join(result.output.split()), result.output
+    assert not (tmp_path / "run").exists()
+    assert call("evaluate", str(tmp_path)).exit_code == 1
+
+
+def test_every_field_is_a_flag():
+    import dataclasses
+
+    text = call("train", "--help").output
+    for field in dataclasses.fields(dcnet.Recipe):
+        assert f"--{field.name.replace('_', '-')}" in text

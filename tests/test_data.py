@@ -136,7 +136,7 @@ def test_download_resumes(server, tmp_path):
     md5 = hashlib.md5(handler.content).hexdigest()
     seen = []
     handler.broken = True
-    with pytest.raises(OSError, match="the connection ended after 500,000 of 1,000,000 bytes|IncompleteRead"):
+    with pytest.raises(OSError, match=r"the connection ended after 500,000 of 1,000,000 bytes|IncompleteRead"):
         fetch([f"{address}/file"], tmp_path / "file", md5)
     handler.broken = False
     fetch([f"{address}/missing", f"{address}/file"], tmp_path / "file", md5, lambda name, done, total: seen.append((name, done, total)))

@@ -28,8 +28,7 @@ from dcnet.layers import (
 from dcnet.models import create_model, list_models
 from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
 from dcnet.training import Recipe, Run, load, make_recipe, read_recipe, train
-
-__version__ = "0.1.0"
+from dcnet.version import __version__
 
 __all__ = [
     "DecoupleReport",
@@ -43,6 +42,7 @@ __all__ = [
     "Recipe",
     "Run",
     "WeightProjection",
+    "__version__",
     "angular",
     "angulars",
     "at_least",

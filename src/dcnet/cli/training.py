@@ -48,7 +48,7 @@ def _value(name: str, given: Any) -> Any:
             return tuple(float(part) for part in given.split(",") if part)
         return kinds[0](given)
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is not {kinds[0].__name__}", param_hint=f"--{name.replace('_', '-')}") from None
+        raise typer.BadParameter(f"{given!r} is not {getattr(kinds[0], '__name__', '')}", param_hint=f"--{name.replace('_', '-')}") from None
 
 
 def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:

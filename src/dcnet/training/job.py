@@ -1,6 +1,8 @@
 """What a run has in memory: network, optimiser, and everything a checkpoint has to carry."""
 
 import copy
+import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +33,8 @@ class Job:
         self.ema = _Average(self.model, recipe.ema) if recipe.ema is not None else None
         self.autocast = autocast_of(recipe, ranks.device)
         self.net: nn.Module = torch.compile(self.model) if recipe.compile else self.model  # type: ignore[assignment]
-        if ranks.world > 1:  # running averages are brought together where they are needed, at evaluations and checkpoints
-            self.net = DistributedDataParallel(self.net, [ranks.device] if ranks.device.type == "cuda" else None, broadcast_buffers=False)
+        if ranks.world > 1:
+            self.net = _together(self.net, ranks.device)
         self.optimizer = _optimizer(self.model, recipe)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=recipe.precision == "fp16")
         self.schedule = Schedule(recipe, steps)
@@ -148,15 +150,19 @@ class Job:
         self.images = state["images"] // self.ranks.world
 
 
+def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """The network, its gradients averaged over all ranks; running averages are brought together at evaluations and checkpoints."""
+    switches = inspect.signature(DistributedDataParallel.__init__).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in switches else "broadcast_buffers"  # its name before torch 2.13
+    options: dict[str, Any] = {switch: False}
+    return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
+
+
 def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Adam or SGD; what decays is what the recipe says."""
-    spared = set()
-    for module in model.modules():
-        if not recipe.decay_kernels and type(module) is nn.Conv2d:
-            spared.add(module.weight)
-        if isinstance(module, Unit):
-            shortcut = {parameter for parameter in module.shortcut.parameters() if parameter.dim() > 1}
-            spared = spared - shortcut if recipe.decay_shortcuts else spared | shortcut
+    shortcuts = {p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1}
+    kernels = {module.weight for module in model.modules() if type(module) is nn.Conv2d} - shortcuts
+    spared = (set() if recipe.decay_shortcuts else shortcuts) | (set() if recipe.decay_kernels else kernels)
     groups = []
     for group in parameter_groups(model, recipe.weight_decay):
         groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
@@ -193,7 +199,8 @@ def _start_from(model: nn.Module, folder: str) -> None:
     try:
         model.load_state_dict(source.model.state_dict())
     except RuntimeError as error:
-        raise ValueError(f"pretrained={folder!r} does not fit the recipe's network: {error}") from error
+        reason = " ".join(str(error).split("\n\t")[-1].split())  # one of many
+        raise ValueError(f"pretrained={folder!r} does not fit the recipe's network; for one: {reason}") from error
 
 
 class _Average:

@@ -47,6 +47,8 @@ class Ranks:
 def joined(device: str | None = None) -> Iterator[Ranks]:
     """This process among the others; under torchrun the group is joined here, and left at the end, unless the caller has done so."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {kind!r}; possible: cpu, cuda")
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but PyTorch sees no GPU here; possible: 'cpu'")

@@ -16,6 +16,7 @@ from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe
 from dcnet.training.run import Run, check_free, open_run
 from dcnet.training.settings import settings
+from dcnet.version import __version__
 
 _LOOK = 50  # steps between looks at the device, where looking makes it wait
 
@@ -53,6 +54,7 @@ def train(
         progress: Progress = Quiet() if quiet or not ranks.first else progress_for(run, tensorboard)
         with progress:
             _train(job, run, data, per_epoch, progress)
+        ranks.wait()  # for the result
         return run
 
 
@@ -161,8 +163,6 @@ def _stop_if_not_finite(job: Job, data: "Resident | ImageFolder", per_epoch: int
 
 
 def _result(job: Job, data: "Resident | ImageFolder", evaluation: Evaluation, per_epoch: int) -> dict[str, Any]:
-    import dcnet
-
     recipe = job.recipe
     return {
         "accuracy": evaluation.accuracy,
@@ -176,6 +176,6 @@ def _result(job: Job, data: "Resident | ImageFolder", evaluation: Evaluation, pe
         "train_images": data.train_length,
         "test_images": data.test_length,
         "devices": job.ranks.world,
-        "dcnet": dcnet.__version__,
+        "dcnet": __version__,
         **circumstances(job.ranks.device),
     }
