@@ -15,9 +15,9 @@ folder = Path("runs/demo")
 folder.mkdir(parents=True, exist_ok=True)
 draw_functions().savefig(folder / "functions.png", dpi=150)
 
-table = Table(
-    "network", "operator", "parameters", "test accuracy", "seconds", "run folder", title="Handwritten digits (8×8), cnn9_narrow with BatchNorm"
-)
+table = Table(title="Handwritten digits: cnn9_narrow with BatchNorm")
+for column in ("network", "parameters", "accuracy", "s", "run folder"):
+    table.add_column(column, no_wrap=True)
 for name, operator in OPERATORS.items():
     magnitude, angular = operator or (None, "cosine")
     console.rule(f"{name}: {'⟨w, x⟩' if operator is None else f'{magnitude} + {angular}'}")

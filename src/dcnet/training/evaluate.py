@@ -26,8 +26,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, autocast: Any, batch: int = 1000) -> Evaluation:
+def evaluate(model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, autocast: Any) -> Evaluation:
     """The model on the test images, in evaluation mode; its mode is restored."""
+    batch = 1000 if ranks.device.type == "cuda" else 200  # a CPU's cache is small
     modes = {module: module.training for module in model.modules()}
     model.eval()
     classes = len(data.classes)
