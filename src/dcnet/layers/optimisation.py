@@ -142,15 +142,51 @@ def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tens
     layers = [layer for layer in decoupled_layers(model, where).values() if layer.weighting is None]
     if not layers:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
-    total = layers[0].weight.new_zeros((), dtype=compute_dtype(layers[0].weight))
+    penalties = []
     for layer in layers:
-        kernels = layer.weight.to(compute_dtype(layer.weight)).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
+        kernels = layer.weight.flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
         with torch.autocast(kernels.device.type, enabled=False):  # a product in bf16 would lose the small off-diagonal entries
-            products = kernels @ kernels.transpose(1, 2)
-        unit = torch.eye(products.shape[1], device=products.device, dtype=products.dtype)
-        off = products - unit if keep_diagonal else products * (1.0 - unit)
-        total = total + off.square().sum().to(total)
-    return total
+            penalties.append(_off_target(kernels.to(compute_dtype(kernels)), keep_diagonal))
+    return torch.stack([penalty.to(penalties[0]) for penalty in penalties]).sum()
+
+
+def _off_target(kernels: Tensor, keep_diagonal: bool) -> Tensor:
+    """‖WᵀW − I‖² or ‖WᵀW − diag(WᵀW)‖² of kernels (groups, kernels of a group, elements), summed over groups."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _products(kernels, keep_diagonal).square().sum()
+    return _OffTarget.apply(kernels, keep_diagonal)
+
+
+def _products(kernels: Tensor, keep_diagonal: bool) -> Tensor:
+    """WᵀW less its target."""
+    products = kernels @ kernels.transpose(1, 2)
+    diagonal = products.diagonal(dim1=1, dim2=2)
+    if torch.is_grad_enabled():
+        return products - torch.diag_embed(torch.ones_like(diagonal) if keep_diagonal else diagonal)
+    if keep_diagonal:
+        diagonal.sub_(1.0)
+    else:
+        diagonal.zero_()
+    return products
+
+
+class _OffTarget(torch.autograd.Function):
+    """With its gradient written out: a third of the launches, which in a small network's step are many."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Tensor, keep_diagonal: bool) -> Tensor:
+        products = _products(kernels, keep_diagonal)
+        ctx.save_for_backward(kernels, products)
+        ctx.keep_diagonal = keep_diagonal
+        flat = products.flatten()
+        return flat @ flat
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor, None]:
+        kernels, products = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            products = _products(kernels, ctx.keep_diagonal)
+        return (4.0 * e) * (products @ kernels), None
 
 
 def parameter_groups(model: nn.Module, weight_decay: float = 5e-4) -> list[dict[str, Any]]:
