@@ -239,7 +239,7 @@ def test_what_decays():
         options = dcnet.make_recipe("paper-cifar", model="resnet32", **options)
         model = dcnet.training.build_model(options, {"num_classes": 10, "in_channels": 3, "input_size": 32})
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = job._optimizer(model, options).param_groups
+        groups = job._optimizer(model, options, torch.device("cpu")).param_groups
         assert sum(len(group["params"]) for group in groups) == len(names)
         return {names[p] for group in groups if group["weight_decay"] > 0.0 for p in group["params"]}
 
@@ -254,6 +254,21 @@ def test_what_decays():
     assert "units.5.shortcut.conv.weight" in twin
     assert "units.5.shortcut.conv.weight" not in decaying(decay_shortcuts=False)
     assert "units.5.shortcut.norm.weight" in decaying(decay_shortcuts=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": "sgd", "lr": 0.05, "ema": 0.9, "clip": 1.0}, {"magnitude": None}], ids=["adam", "sgd", "plain"]
+)
+def test_a_graph_is_its_steps(tmp_path, options):
+    """Recorded steps do what the others do; projection and schedule too."""
+    options = {"norm": "batch", "projection": 4, "orthogonality": 1e-4, "schedule": "onecycle", "epochs": 6.0, **options}
+    runs = [
+        dcnet.train(recipe(**options, graphs=graphs, deterministic=True), tmp_path / str(graphs), device="cuda", quiet=True)
+        for graphs in (False, True)
+    ]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
+    assert runs[0].metrics[-1]["lr"] == runs[1].metrics[-1]["lr"]
 
 
 def test_pretrained_start(tmp_path):
@@ -300,6 +315,7 @@ def test_non_finite_loss(tmp_path, monkeypatch):
         ({"image_size": 32}, "image_size=32 is for image folders"),
         ({"data": "imagefolder:nowhere"}, "image folder nowhere does not exist"),
         ({"pretrained": "nowhere"}, "nowhere is not a run folder"),
+        ({"graphs": True, "compile": True}, "graphs=True does not go here: the device is cpu, and CUDA graphs need a GPU; compile=True has"),
         ({"augment": "crop", "pad": 8}, "pad=8 does not go with images of 8×8"),
     ],
 )

@@ -68,6 +68,10 @@ class WeightProjection:
         self._handle = optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.count()
+
+    def count(self) -> None:
+        """Counts a step, and projects if it is time; for steps the hook does not see, such as those a CUDA graph repeats."""
         self.steps += 1
         if self.steps % self.every == 0:
             project_weights_(self.model, self.scale, self.where)

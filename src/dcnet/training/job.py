@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dcnet.layers import WeightProjection, average_statistics_, orthogonal_penalty, parameter_groups, weight_gradients_
 from dcnet.models.resnet import Unit
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
+from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
 from dcnet.training.run import Run, build_model
@@ -24,6 +25,8 @@ class Job:
 
     def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks) -> None:
         self.recipe, self.shape, self.ranks = recipe, shape, ranks
+        if recipe.graphs:
+            check_graphs(recipe, ranks)
         model = build_model(recipe, shape)
         if recipe.pretrained is not None:
             _start_from(model, recipe.pretrained)
@@ -35,7 +38,7 @@ class Job:
         self.net: nn.Module = torch.compile(self.model) if recipe.compile else self.model  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = _together(self.net, ranks.device)
-        self.optimizer = _optimizer(self.model, recipe)
+        self.optimizer = _optimizer(self.model, recipe, ranks.device)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=recipe.precision == "fp16")
         self.schedule = Schedule(recipe, steps)
         self.projection = WeightProjection(self.model, self.optimizer, every=recipe.projection) if recipe.projection else None
@@ -45,20 +48,44 @@ class Job:
         # Of the epoch so far: images, and on the device, which need not be waited for, their cross-entropy and how many were right.
         self.images = 0
         self.sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        self.bad = torch.full((), -1, device=ranks.device)  # the first step whose loss was not finite
+        # Also there: the number of the step, the first one whose loss was not finite, and from then on a 1 that stops the optimiser.
+        self.number = torch.zeros((), dtype=torch.int64, device=ranks.device)
+        self.bad = torch.full((), -1, dtype=torch.int64, device=ranks.device)
+        self.frozen = torch.zeros((), device=ranks.device)
+        self.graph: Repeated | None = None
+        self.eager_steps = 0
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One step of the optimiser on this rank's share of a batch; none any more once a loss was not finite."""
-        recipe, parts = self.recipe, self.recipe.accumulate
-        rate = recipe.lr * self.schedule.factor(self.step)
+        rate = self.recipe.lr * self.schedule.factor(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         images = images.contiguous(memory_format=self.order)
-        size = len(labels)
+        if self.recipe.graphs and self.graph is None and self.eager_steps == BEFORE_CAPTURE:
+            self.optimizer.zero_grad(set_to_none=True)  # the graph has gradients of its own
+            if self.projection is not None:
+                self.projection.remove()  # the optimiser's hooks do not run in a graph
+            self.graph = Repeated(self._update, images, labels)
+        if self.graph is not None:
+            self.graph(images, labels)
+            if self.projection is not None:
+                self.projection.count()
+        else:
+            self._update(images, labels)
+            self.eager_steps += 1
+        self.step += 1
+        self.images += len(labels)
+
+    def _update(self, images: Tensor, labels: Tensor) -> None:
+        """What a step does on the device, which the host does not wait for."""
+        recipe, parts, size = self.recipe, self.recipe.accumulate, len(labels)
+        self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=labels.device)
-        pieces = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
-        for number, (some, their) in enumerate(pieces):
-            last = number == len(pieces) - 1
+        for number, (some, their) in enumerate(zip(images.chunk(parts), labels.chunk(parts), strict=True)):
+            last = number == parts - 1
             if isinstance(self.net, DistributedDataParallel):
                 self.net.require_backward_grad_sync = last
             with self.autocast():
@@ -76,19 +103,18 @@ class Job:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.follow(self.model)
-        self.step += 1
-        self.images += size
 
     def _note_non_finite(self, loss: Tensor) -> None:
-        """Without waiting for the device: the optimiser leaves the weights alone from the first loss on that is not finite."""
+        """From the first loss on that is not finite, the optimiser leaves the weights alone."""
         if self.ranks.world > 1:
             torch.distributed.all_reduce(loss)  # which is not finite if one of them is not
-        self.bad = torch.where(loss.isfinite() | (self.bad >= 0), self.bad, self.step)
+        self.bad.copy_(torch.where(loss.isfinite() | (self.bad >= 0), self.bad, self.number))
+        self.number += 1
         if not self.scaler.is_enabled():  # which skips steps with gradients that are not finite by itself
-            self.optimizer.found_inf = (self.bad >= 0).float()  # type: ignore[attr-defined]
+            self.frozen.copy_(self.bad >= 0)
+            self.optimizer.found_inf = self.frozen  # type: ignore[attr-defined]
 
     @property
     def evaluated(self) -> nn.Module:
@@ -148,6 +174,7 @@ class Job:
             torch.cuda.set_rng_state(tensors["random/cuda"], self.ranks.device)
         self.sums = (tensors["sums"] / self.ranks.world).to(self.ranks.device)
         self.images = state["images"] // self.ranks.world
+        self.number.fill_(self.step)
 
 
 def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -158,7 +185,7 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
 
 
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
     """Adam or SGD; what decays is what the recipe says."""
     shortcuts = {p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1}
     kernels = {module.weight for module in model.modules() if type(module) is nn.Conv2d} - shortcuts
@@ -168,9 +195,10 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
     groups.append({"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0})
     groups = [group for group in groups if group["params"]]
+    rate: Any = torch.tensor(recipe.lr, device=device) if recipe.graphs else recipe.lr  # a graph reads it anew
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=recipe.lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-    return torch.optim.Adam(groups, lr=recipe.lr, fused=True)
+        return torch.optim.SGD(groups, lr=rate, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+    return torch.optim.Adam(groups, lr=rate, fused=True, capturable=recipe.graphs)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -66,6 +66,7 @@ class Recipe:
     precision: str = _option("float32", "Arithmetic: float32, tf32, bf16 or fp16.", "float32", "tf32", "bf16", "fp16")
     channels_last: bool = _option(False, "Memory order of the images.")
     compile: bool = _option(False, "Run the network through torch.compile.")
+    graphs: bool = _option(False, "Repeat the training step as a CUDA graph, on one GPU: no waiting for the host.")
     deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
     seed: int = _option(0, "Of weights, order of the images, and augmentation.")
     evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.")
@@ -138,7 +139,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper-adversarial": {"data": "cifar10", "model": "cnn9_narrow", "augment": "crop+flip", "schedule": "plateau", "epochs": 100.0},
     "fast-cifar": {"data": "cifar10", "model": "cnn9", "augment": "crop+flip", "optimizer": "sgd", "nesterov": True, "lr": 0.4, "batch": 512}
     | {"epochs": 15.0, "schedule": "onecycle", "weight_decay": 5e-4, "label_smoothing": 0.1, "precision": "bf16", "channels_last": True}
-    | {"evaluate_every": 0},
+    | {"evaluate_every": 0, "graphs": True},
     "demo": {"data": "digits", "model": "cnn9_narrow", "norm": "batch", "epochs": 8.0, "batch": 64, "lr": 2e-3, "schedule": "onecycle"}
     | {"augment": "crop", "pad": 1},
 }
