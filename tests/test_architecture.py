@@ -21,10 +21,11 @@ ALLOWED = {
     "data": {"formulas"},
     "training": {"version", "circumstances", "formulas", "ops", "layers", "models", "data"},
     "figures": {"formulas"},
+    "robustness": {"formulas"},
     "bench": {"circumstances", "formulas", "ops", "layers", "models"},
-    "cli": {"formulas", "ops", "layers", "models", "data", "training", "figures", "bench", ""},
+    "cli": {"circumstances", "formulas", "ops", "layers", "models", "data", "training", "robustness", "figures", "bench", ""},
     "__main__": {"cli"},
-    "": {"formulas", "ops", "layers", "models", "training", "version"},  # dcnet/__init__.py
+    "": {"formulas", "ops", "layers", "models", "training", "robustness", "version"},  # dcnet/__init__.py
 }
 
 

@@ -4,6 +4,7 @@ A convolution's output is ⟨w, x⟩ = ‖w‖‖x‖cos θ. A decoupled operato
 magnitude function h and the angular function g chosen from a catalogue, learned, or one's own.
 """
 
+from dcnet import robustness
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
     DecoupledConv1d,
@@ -68,6 +69,7 @@ __all__ = [
     "project_weights_",
     "read_recipe",
     "recalibrate_",
+    "robustness",
     "sync_norms_",
     "train",
     "weight_gradients_",

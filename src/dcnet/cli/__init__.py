@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 import dcnet
-from dcnet.cli import training
+from dcnet.cli import attacking, training
 from dcnet.formulas import nearest
 
 FIGURES = ("functions",)
@@ -86,6 +86,7 @@ def bench(
 app.command(no_args_is_help=True)(training.with_recipe_flags(training.train))
 app.command()(training.evaluate)
 app.command()(training.runs)
+app.command()(attacking.attack)
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def train(
             chosen, folder = change(base, **given), run
         done = train_recipe(chosen, folder, data_root=data_root, download=download, device=device, tensorboard=tensorboard)
     except (ValueError, FileNotFoundError, NonFiniteLoss, ImportError) as error:
-        _fail(error)
+        fail(error)
     except KeyboardInterrupt as interruption:
         Console(stderr=True).print(str(interruption) or "interrupted before the first step", highlight=False)
         raise typer.Exit(130) from None
@@ -126,7 +126,7 @@ def evaluate(
                 raise ValueError(f"{run} knows {classes} classes, {recipe.data} has {len(source.classes)}")
             result = evaluate_model(model, source, ranks, autocast_of(recipe, ranks.device))
     except (ValueError, FileNotFoundError, RuntimeError) as error:
-        _fail(error)
+        fail(error)
     table = Table("class", "images", "right", "accuracy", title=f"{run} on {recipe.data}")
     for name, count, right in zip(source.classes, result.counts.tolist(), result.correct.tolist(), strict=True):
         table.add_row(name, str(count), str(right), f"{100 * right / max(1, count):.2f}%")
@@ -165,6 +165,7 @@ def show_runs(found: list[Run]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def _fail(error: Exception) -> typing.NoReturn:
+def fail(error: Exception) -> typing.NoReturn:
+    """Ends the command with the error's words."""
     Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False)
     raise typer.Exit(1) from error

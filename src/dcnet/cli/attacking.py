@@ -1,0 +1,113 @@
+"""`dcnet attack`: accuracy of a trained network under attack, and whether it can be believed."""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dcnet.circumstances import circumstances
+from dcnet.cli.training import DataRoot, Device, Download, fail
+from dcnet.data import Resident
+from dcnet.robustness import ATTACKS, check_up, evaluate
+from dcnet.robustness.evaluate import parse_attack
+from dcnet.training import Run, joined, open_data
+from dcnet.training.checkpoint import write_atomically
+
+FILE = "attacks.json"
+
+
+def attack(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    attacks: Annotated[str, typer.Option(help=f"Of {', '.join(ATTACKS)}, with parameters as in pgd:steps=50:restarts=5.")] = "fgsm,bim,pgd",
+    eps: Annotated[str, typer.Option(help="Largest change of a pixel, images going from 0 to 1; 8/255 is a number.")] = "8/255",
+    source: Annotated[Path | None, typer.Option("--from", help="Another run folder, on whose network the adversarial images are made.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many test images.")] = None,
+    separate: Annotated[bool, typer.Option("--separate", help="Every attack sees all images, not only the survivors of the last.")] = False,
+    predicted: Annotated[bool, typer.Option("--predicted", help="Attack what the network predicts, not the true labels.")] = False,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="The check-up for misleading gradients.")] = True,
+    check_images: Annotated[int, typer.Option(min=1, help="Images of the check-up.")] = 200,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16, which is faster, and weakens attacks.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Images at once.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Of random starts.")] = 0,
+    data_root: DataRoot = Path("data"),
+    download: Download = False,
+    device: Device = None,
+) -> None:
+    """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
+    try:
+        number = parse_number(eps)
+        for part in attacks.split(","):
+            parse_attack(part)
+        found = Run(run)
+        with joined(device) as ranks, torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
+            data = open_data(found.recipe, ranks, data_root, download)
+            if not isinstance(data, Resident):
+                raise ValueError(f"{found.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it")
+            model = found.model.to(ranks.device)
+            other = None if source is None else Run(source).model.to(ranks.device)
+            images, labels = data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
+            with _progress() as progress:
+                options: dict[str, Any] = {"batch": batch, "cumulative": not separate, "predicted": predicted, "seed": seed}
+                result = evaluate(model, images, labels, attacks, number, source=other, progress=progress, **options)
+            if check:
+                result["check-up"] = check_up(model, images[:check_images], labels[:check_images], number, seed=seed)
+        result |= {"from": None if source is None else str(source), "bf16": bf16, **circumstances(ranks.device)}
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        fail(error)
+    path = run / FILE
+    before = json.loads(path.read_text()) if path.is_file() else []
+    write_atomically(path, (json.dumps([*before, result], ensure_ascii=False) + "\n").encode())
+    _show(run, result)
+    Console().print(f"added to {path}", highlight=False)
+
+
+def parse_number(text: str) -> float:
+    """A number, or a fraction such as 8/255."""
+    over, slash, under = text.partition("/")
+    try:
+        return float(over) / float(under) if slash else float(over)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"eps={text!r} is no number; possible: 0.03, 8/255") from None
+
+
+@contextmanager
+def _progress() -> Any:
+    """What shows how far an attack is, in a terminal."""
+    if not sys.stdout.isatty():
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress() as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
+
+        yield show
+
+
+def _show(run: Path, result: dict[str, Any]) -> None:
+    how = "each on the survivors of the last" if result["cumulative"] else "each on all images"
+    table = Table(title=f"{run}: {result['images']} images, ε = {255 * result['eps']:g}/255, {result['labels']} labels, {how}")
+    for column in ("attack", "attacked", "accuracy left", "median size", "seconds"):
+        table.add_column(column, justify="left" if column == "attack" else "right")
+    table.add_row("none", str(result["images"]), f"{result['clean']:.2f}%", "", "")
+    for entry in result["attacks"]:
+        accuracy = f"{entry['accuracy']:.2f}%" if "accuracy" in entry else ""
+        median = "" if entry.get("median") is None else f"{entry['median']:.4f}"
+        table.add_row(entry["attack"], str(entry["attacked"]), accuracy, median, f"{entry['seconds']:.1f}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    if "check-up" in result:
+        for test in result["check-up"]["tests"]:
+            console.print(f"  {'ok  ' if test['passed'] else 'FAIL'} {test['test']}: {test['words']}", highlight=False)
+        console.print(f"Check-up: {result['check-up']['verdict']}", highlight=False)

@@ -1,0 +1,23 @@
+"""AutoAttack (Croce and Hein, 2020), by the package pyautoattack."""
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.robustness.checks import check
+from dcnet.robustness.gradient_attacks import EPS
+
+
+def auto(model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, norm: str = "linf", batch: int = 500, seed: int = 0) -> Tensor:
+    """Adversarial images of the standard version: APGD with two losses, FAB and Square, each on the survivors of the last."""
+    check(model, images, labels, eps)
+    names = {"linf": "Linf", "l2": "L2"}
+    if norm not in names:
+        raise ValueError(f"unknown norm {norm!r}; possible: linf, l2")
+    try:
+        from pyautoattack import AutoAttack
+    except ImportError as error:
+        raise ImportError("AutoAttack is not installed: pip install 'dcnet[attacks]'") from error
+    attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
+    with torch.enable_grad():
+        found, _ = attack.run_standard_evaluation(images, labels, batch_size=batch)
+    return found.detach()

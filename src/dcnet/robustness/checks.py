@@ -1,0 +1,58 @@
+"""What an attack needs to be given, and whether it has been."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def check_eps(eps: float) -> float:
+    """ε as a number; raises unless it is finite and not negative."""
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0.0:
+        raise ValueError(f"eps must be a finite number ≥ 0, in units where images go from 0 to 1 (8/255 = 0.0314), got {eps!r}")
+    return float(eps)
+
+
+def check_images(images: Tensor, labels: Tensor) -> None:
+    """Raises unless these are images in [0, 1] with a label each."""
+    if images.dim() < 2 or not images.is_floating_point():
+        raise ValueError(f"images must be floating-point (N, …), got {tuple(images.shape)} of {images.dtype}; divide bytes by 255")
+    if labels.shape != images.shape[:1] or labels.is_floating_point():
+        raise ValueError(f"labels must be whole numbers, one for each of the {len(images)} images, got {tuple(labels.shape)} of {labels.dtype}")
+    if len(images) == 0:
+        raise ValueError("no images")
+    low, high = float(images.min()), float(images.max())
+    if not (low >= 0.0 and high <= 1.0):  # also false for NaN
+        raise ValueError(f"images must lie in [0, 1], got values from {low:.4g} to {high:.4g}; normalisation belongs into the model")
+
+
+def check_evaluating(model: nn.Module) -> None:
+    """Raises where a part of the model is in training mode: its statistics would mix the images of a batch, and move."""
+    training = [name or "(the model itself)" for name, module in model.named_modules() if module.training]
+    if training:
+        more = f" and {len(training) - 1} more parts" if len(training) > 1 else ""
+        raise ValueError(f"the model is in training mode ({training[0]!r}{more}); call model.eval() first")
+
+
+@torch.no_grad()
+def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
+    """The number of classes; raises unless the model gives logits of as many classes as the labels need."""
+    logits = model(images[: min(16, len(images))])
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"the model must give logits (N, classes), got {got}")
+    classes = logits.shape[1]
+    if int(labels.min()) < 0 or int(labels.max()) >= classes:
+        raise ValueError(f"labels go from {int(labels.min())} to {int(labels.max())}, but the model knows the classes 0 to {classes - 1}")
+    sums = logits.float().sum(1)
+    if classes > 1 and bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise ValueError("the model gives probabilities (rows that add up to 1); attacks need the logits before the softmax")
+    return classes
+
+
+def check(model: nn.Module, images: Tensor, labels: Tensor, eps: float = 0.0) -> int:
+    """All of it, for an attack; gives the number of classes."""
+    check_eps(eps)
+    check_images(images, labels)
+    check_evaluating(model)
+    return check_logits(model, images, labels)

@@ -1,0 +1,93 @@
+"""The check-up beside every robustness figure: can it be believed, or do the gradients mislead the attacks?
+
+After Athalye et al. (2018) and Carlini et al. (2019): an attack that fails says something about the model only if stronger and blinder attacks fail too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.robustness.checks import check
+from dcnet.robustness.gradient_attacks import EPS, pgd
+from dcnet.robustness.losses import cross_entropy, slope
+from dcnet.robustness.square import square
+
+# In percent of the images, what is taken for chance:
+STRONGER = 5.0  # that more steps, restarts and another loss find more
+BLIND = 3.0  # that an attack without gradients finds what one with gradients does not
+LEFT = 2.0  # that is still right where ε allows any image
+ZERO = 5.0  # whose gradient is exactly zero
+
+
+def check_up(
+    model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, iterations: int = 20, queries: int = 500, batch: int = 250, seed: int = 0
+) -> dict[str, Any]:
+    """What was found, test by test, and a verdict in words; a few hundred images are enough."""
+    check(model, images, labels, eps)
+    generator = torch.Generator(images.device)
+
+    def accuracy(attack: str, size: float = eps, **options: Any) -> float:
+        """In percent of the images, under that attack."""
+        generator.manual_seed(seed)
+        held = 0
+        for i in range(0, len(labels), batch):
+            some, their = images[i : i + batch], labels[i : i + batch]
+            if attack == "square":
+                some = square(model, some, their, size, queries, generator=generator)
+            elif attack == "pgd":
+                some = pgd(model, some, their, size, generator=generator, **{"iterations": iterations, **options})
+            with torch.no_grad():
+                held += int((model(some).argmax(1) == their).sum())
+        return 100.0 * held / len(labels)
+
+    found: dict[str, Any] = {"images": len(labels), "eps": eps}
+    clean = found["clean"] = accuracy("none")
+    tests: list[dict[str, Any]] = []
+
+    def add(name: str, passed: bool, words: str) -> None:
+        tests.append({"test": name, "passed": passed, "words": words})
+
+    with torch.no_grad():
+        once, again = (torch.cat([model(images[i : i + batch]) for i in range(0, len(labels), batch)]) for _ in range(2))
+    add(
+        "randomness",
+        torch.equal(once, again),
+        "two passes over the same images give " + ("the same" if torch.equal(once, again) else "different logits"),
+    )
+    nothing = found["eps 0"] = accuracy("pgd", 0.0, iterations=2)
+    add("ε = 0", nothing == clean, f"at ε = 0 the accuracy is {nothing:.1f}%, clean {clean:.1f}%")
+
+    lengths = _gradient_lengths(model, images, labels, batch)
+    zero = found["zero gradient"] = 100.0 * float((lengths == 0.0).float().mean())
+    found["gradient norm"] = {f"{q:g}%": float(lengths.double().quantile(q / 100)) for q in (5, 25, 50, 75, 95)}
+    add("zero gradients", zero <= ZERO, f"the gradient is exactly zero for {zero:.1f}% of the images")
+
+    white = found["pgd"] = accuracy("pgd")
+    strong = found["pgd, stronger"] = min(
+        accuracy("pgd", iterations=5 * iterations, restarts=2), accuracy("pgd", iterations=5 * iterations, loss="margin")
+    )
+    add("stronger attack", white - strong <= STRONGER, f"PGD leaves {white:.1f}%, with five times the steps, restarts and another loss {strong:.1f}%")
+    blind = found["square"] = accuracy("square")
+    add("black box", blind >= white - BLIND, f"Square, which sees no gradients, leaves {blind:.1f}%, PGD {white:.1f}%")
+
+    curve = {size: accuracy("pgd", size) for size in sorted({eps, 2 * eps, 4 * eps, 0.25, 0.5, 1.0} - {0.0})}
+    found["curve"] = [{"eps": size, "accuracy": value} for size, value in curve.items()]
+    least = min(curve.values())
+    add("growing ε", least <= LEFT, f"with ε growing to 1, where any image is allowed, PGD leaves {least:.1f}%")
+
+    failed = [test for test in tests if not test["passed"]]
+    found["tests"] = tests
+    found["masked"] = bool(failed)
+    found["verdict"] = (
+        "no sign of gradient masking: the accuracy under attack can be believed as far as these tests go"
+        if not failed
+        else "do not believe the accuracy under attack: " + "; ".join(test["words"] for test in failed)
+    )
+    return found
+
+
+def _gradient_lengths(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
+    """The ℓ2 norm of the cross-entropy's gradient in every image (N,)."""
+    parts = [slope(model, images[i : i + batch], labels[i : i + batch], cross_entropy)[0] for i in range(0, len(labels), batch)]
+    return torch.cat([part.flatten(1).norm(dim=1) for part in parts])

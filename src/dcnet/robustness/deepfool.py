@@ -1,0 +1,79 @@
+"""DeepFool: the way to the nearest decision boundary, step by step (Moosavi-Dezfooli et al., 2016)."""
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.robustness.checks import check
+
+
+def deepfool(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    norm: str = "l2",
+    iterations: int = 50,
+    candidates: int = 10,
+    overshoot: float = 0.02,
+) -> tuple[Tensor, Tensor]:
+    """Adversarial images in [0, 1], and the size of every perturbation (N,) in that norm: 0 where the image was misclassified before,
+    infinite where no boundary was found.
+
+    candidates: so many of the likeliest classes are looked at.
+    """
+    check(model, images, labels)
+    if norm not in ("l2", "linf"):
+        raise ValueError(f"unknown norm {norm!r}; possible: l2, linf")
+    if not isinstance(iterations, int) or iterations < 1 or not isinstance(candidates, int) or candidates < 2:
+        raise ValueError(f"iterations must be at least 1 and candidates at least 2, got {iterations!r} and {candidates!r}")
+    found = images.clone()
+    moved = torch.zeros_like(images)  # the perturbation so far, without overshoot
+    solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+    active = torch.arange(len(images), device=images.device)
+    order = None
+    for number in range(iterations + 1):
+        x = found[active].detach().requires_grad_()
+        with torch.enable_grad():
+            logits = model(x)
+        done = logits.argmax(1) != labels[active]
+        solved[active[done]] = True
+        if number == iterations or bool(done.all()):
+            break
+        if order is None:  # the candidates are those of the image itself
+            others = logits.detach().clone()
+            others.scatter_(1, labels[:, None], float("inf"))
+            order = others.argsort(1, descending=True)[:, : min(candidates, logits.shape[1])]
+        classes = order[active]
+        differences, slopes = _boundaries(logits, x, classes)
+        step = _nearest(differences, slopes, norm)
+        keep = ~done
+        chosen = active[keep]
+        moved[chosen] += step[keep]
+        found[chosen] = (images[chosen] + (1.0 + overshoot) * moved[chosen]).clamp(0.0, 1.0)
+        active = chosen
+    change = (found - images).flatten(1)
+    size = change.norm(dim=1) if norm == "l2" else change.abs().amax(1)
+    return found.detach(), torch.where(solved, size, float("inf")).detach()
+
+
+def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """How far below the label's logit each other candidate's is (N, candidates − 1), and the slope of that (N, candidates − 1, …)."""
+    chosen = logits.gather(1, classes)
+    gradients = []
+    for k in range(classes.shape[1]):
+        (gradient,) = torch.autograd.grad(chosen[:, k].sum(), x, retain_graph=True, allow_unused=True) if chosen.requires_grad else (None,)
+        gradients.append(torch.zeros_like(x) if gradient is None else gradient)
+    every = torch.stack(gradients, 1)
+    return (chosen[:, 1:] - chosen[:, :1]).detach(), every[:, 1:] - every[:, :1]
+
+
+def _nearest(differences: Tensor, slopes: Tensor, norm: str) -> Tensor:
+    """The shortest step that, were the logits linear, reaches another class: (N, …)."""
+    flat = slopes.flatten(2)
+    dual = flat.norm(dim=2) if norm == "l2" else flat.abs().sum(2)
+    gap = differences.abs() + 1e-4  # a little beyond the boundary
+    distance = torch.where(dual > 0.0, gap / dual.clamp_min(1e-30), float("inf"))
+    nearest = distance.argmin(1)
+    rows = torch.arange(len(nearest), device=nearest.device)
+    slope, length, reach = flat[rows, nearest], dual[rows, nearest], distance[rows, nearest]
+    step = reach[:, None] * (slope / length.clamp_min(1e-30)[:, None] if norm == "l2" else slope.sign())
+    return torch.where(reach.isfinite()[:, None], step, 0.0).reshape(slopes[:, 0].shape)

@@ -1,0 +1,167 @@
+"""Attacks by name, one after the other, on any model; what comes out is a plain dict, as JSON holds it."""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.formulas import nearest
+from dcnet.robustness.auto import auto
+from dcnet.robustness.checks import check
+from dcnet.robustness.deepfool import deepfool
+from dcnet.robustness.gradient_attacks import EPS, bim, fgsm, pgd
+from dcnet.robustness.square import square
+
+ATTACKS: dict[str, Callable[..., Any]] = {"fgsm": fgsm, "bim": bim, "pgd": pgd, "deepfool": deepfool, "square": square, "auto": auto}
+_NOT_SETTABLE = ("model", "images", "labels", "target", "generator", "eps")
+_SHORT = {"steps": "iterations"}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack by name, with parameters; `source`: made on another model."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(f"{key}={value}" for key, value in self.parameters.items())])
+
+
+def parse_attack(text: str) -> Attack:
+    """The attack that "pgd:steps=50:restarts=5" names; raises where there is no such attack or parameter."""
+    name, *settings = text.split(":")
+    if name not in ATTACKS:
+        raise ValueError(f"unknown attack {name!r}.{nearest(name, ATTACKS)} Known: {', '.join(ATTACKS)}")
+    known = {key: p for key, p in inspect.signature(ATTACKS[name]).parameters.items() if key not in _NOT_SETTABLE}
+    parameters: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        key = _SHORT.get(key, key)
+        if not equals or key not in known:
+            raise ValueError(f"attack {text!r}: {setting!r} is no parameter of {name}. Possible: {', '.join(f'{k}=…' for k in known) or 'none'}")
+        parameters[key] = _parsed(text, key, value, known[key].default)
+    return Attack(name, parameters)
+
+
+def _parsed(text: str, key: str, value: str, default: Any) -> Any:
+    """The value in the type of the parameter's default; 2/255 is a number."""
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[value.lower()]
+        if isinstance(default, int):
+            return int(value)
+        if isinstance(default, float) or default is None:
+            over, _, under = value.partition("/")
+            return float(over) / float(under or 1)
+    except (KeyError, ValueError, ZeroDivisionError):
+        kind = "true or false" if isinstance(default, bool) else "a whole number" if isinstance(default, int) else "a number"
+        raise ValueError(f"attack {text!r}: {key}={value} must be {kind}") from None
+    return value
+
+
+def run_attack(
+    model: nn.Module, images: Tensor, labels: Tensor, attack: Attack, eps: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Adversarial images, and the sizes of the perturbations where the attack is about those."""
+    function = ATTACKS[attack.name]
+    takes = inspect.signature(function).parameters
+    given = {"eps": eps} if "eps" in takes else {}
+    if "generator" in takes:
+        given["generator"] = generator  # type: ignore[assignment]
+    result = function(model, images, labels, **given, **attack.parameters)
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def evaluate(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    attacks: str | Sequence[str | Attack] = ("fgsm", "bim", "pgd"),
+    eps: float = EPS,
+    batch: int = 500,
+    cumulative: bool = True,
+    source: nn.Module | None = None,
+    predicted: bool = False,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Accuracy of the model, clean and under every attack, in percent of all images.
+
+    attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5". cumulative: each attack sees only what survived those before it, and the
+    accuracy is that under all of them so far; otherwise each sees every image that is classified right. source: another model the adversarial images are
+    made on (a transfer attack). predicted: attack what the model predicts instead of the true labels, as older work often does: the gradient is then
+    that of an image it gets wrong, too, and accuracies are not comparable. DeepFool gives sizes of perturbations, and takes no part in the accuracy.
+    """
+    chosen = [parse_attack(part) if isinstance(part, str) else part for part in (attacks.split(",") if isinstance(attacks, str) else attacks)]
+    check(model, images, labels, eps)
+    maker = model if source is None else source
+    if source is not None:
+        check(source, images, labels, eps)
+    right = _correct(model, images, labels, batch)
+    total = len(labels)
+    result: dict[str, Any] = {
+        "images": total,
+        "eps": eps,
+        "labels": "predicted" if predicted else "true",
+        "transfer": source is not None,
+        "cumulative": cumulative,
+        "clean": 100.0 * int(right.sum()) / total,
+        "attacks": [],
+    }
+    survivors = right.clone()
+    for attack in chosen:
+        begun = time.perf_counter()
+        generator = torch.Generator(images.device).manual_seed(seed)
+        seen = (survivors if cumulative else right).nonzero().squeeze(1)
+        sizes, held = [], torch.zeros_like(right)
+        for done, part in _parts(seen, batch):
+            some, their = images[part], labels[part]
+            aimed = _predictions(maker, some) if predicted else their
+            adversarial, size = run_attack(maker, some, aimed, attack, eps, generator)
+            if size is None:
+                held[part] = _correct(model, adversarial, their, batch)
+            else:
+                sizes.append(size)
+            if progress is not None:
+                progress(str(attack), done, len(seen))
+        entry: dict[str, Any] = {"attack": str(attack), "attacked": len(seen)}
+        if attack.name == "deepfool":
+            entry |= _distribution(torch.cat(sizes) if sizes else torch.zeros(0))
+        else:
+            entry["accuracy"] = 100.0 * int(held.sum()) / total
+            if cumulative:
+                survivors = held
+        entry["seconds"] = round(time.perf_counter() - begun, 3)
+        result["attacks"].append(entry)
+    if cumulative:
+        result["worst"] = 100.0 * int(survivors.sum()) / total
+    return result
+
+
+def _parts(indices: Tensor, batch: int) -> Iterator[tuple[int, Tensor]]:
+    """The indices in batches, with how many there are so far."""
+    for start in range(0, len(indices), batch):
+        part = indices[start : start + batch]
+        yield start + len(part), part
+
+
+@torch.no_grad()
+def _predictions(model: nn.Module, images: Tensor) -> Tensor:
+    return model(images).argmax(1)
+
+
+def _correct(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
+    """(N,): whether the model is right."""
+    parts = [_predictions(model, images[i : i + batch]) == labels[i : i + batch] for i in range(0, len(labels), batch)]
+    return torch.cat(parts)
+
+
+def _distribution(sizes: Tensor) -> dict[str, Any]:
+    """Sorted sizes of perturbations, the median, and how many were found."""
+    found = sizes[sizes.isfinite()].sort().values
+    return {"median": float(found.median()) if len(found) else None, "found": len(found), "sizes": [round(float(s), 6) for s in found]}

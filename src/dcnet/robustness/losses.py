@@ -1,0 +1,63 @@
+"""What an attack raises, and its slope in the images."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcnet.formulas import nearest
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """(N,): what training lowers."""
+    return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """(N,): the largest other logit less the label's; above 0 the image is misclassified. It has a slope where the softmax is saturated."""
+    logits = logits.float()
+    own = logits.gather(1, labels[:, None])
+    others = logits.masked_fill(F.one_hot(labels, logits.shape[1]).bool(), float("-inf"))
+    return others.max(1).values - own.squeeze(1)
+
+
+LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
+
+
+def loss_named(name: str) -> Loss:
+    """The loss of that name."""
+    if name not in LOSSES:
+        raise ValueError(f"unknown loss {name!r}.{nearest(name, LOSSES)} Possible: {', '.join(LOSSES)}")
+    return LOSSES[name]
+
+
+def slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """The gradient of the loss in the images, and the logits (detached). A model that blocks gradients gives zeros."""
+    images = images.detach().requires_grad_()
+    with torch.enable_grad():
+        logits = model(images)
+        total = loss(logits, labels).sum()
+        if not total.requires_grad:
+            return torch.zeros_like(images), logits.detach()
+        (gradient,) = torch.autograd.grad(total, images, allow_unused=True)
+    return torch.zeros_like(images) if gradient is None else gradient.detach(), logits.detach()
+
+
+def aims(labels: Tensor, target: Tensor | None) -> tuple[Tensor, float]:
+    """The labels a loss is taken of, and the sign in which it is changed: away from the true ones, or towards a target."""
+    if target is None:
+        return labels, 1.0
+    if target.shape != labels.shape or target.is_floating_point():
+        raise ValueError(f"target must be whole numbers like the labels, got {tuple(target.shape)} of {target.dtype}")
+    if bool((target == labels).any()):
+        raise ValueError("target must differ from the label of every image")
+    return target, -1.0
+
+
+def fooled(logits: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
+    """(N,): whether an attack has what it wants."""
+    predicted = logits.argmax(1)
+    return predicted != labels if target is None else predicted == target

@@ -1,0 +1,302 @@
+"""Attacks: closed forms on linear classifiers, the ε-ball, agreement with foolbox and AutoAttack, the check-up, bad input."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dcnet
+from dcnet import robustness
+from dcnet.data import load_data
+from dcnet.robustness import bim, check_up, deepfool, evaluate, fgsm, parse_attack, pgd, square
+
+EPS = 0.05
+
+
+def identity(model, images, labels, *_, **__):
+    """The attack that does nothing: the tests must notice it."""
+    return images
+
+
+@pytest.fixture
+def linear():
+    """Two classes, logits 0 and ⟨w, x⟩ + b, and images well inside [0, 1]."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).double().eval()
+    with torch.no_grad():
+        model[1].weight[0].zero_()
+        model[1].bias[0].zero_()
+    images = 0.3 + 0.4 * torch.rand(40, 3, 2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        labels = model(images).argmax(1)
+    return model, images, labels, model[1].weight[1].detach().reshape(1, 3, 2, 2), model[1].bias[1].detach()
+
+
+def value(linear, images):
+    """⟨w, x⟩ + b, away from the label: what an attack raises."""
+    model, _, labels, _, _ = linear
+    with torch.no_grad():
+        return model(images)[:, 1] * torch.where(labels == 1, -1.0, 1.0)
+
+
+@pytest.mark.parametrize(("attack", "optimal"), [(identity, False), (fgsm, True), (bim, True), (pgd, True)])
+def test_linf_optimum(linear, attack, optimal):
+    """On a linear classifier the best change is ε·sign(w): the value rises by ε·‖w‖₁."""
+    model, images, labels, w, _ = linear
+    options = {} if attack in (identity, fgsm) else {"step": 0.01}
+    if attack is pgd:  # which stops at the first success: ask for one that cannot be had
+        keep = value(linear, images).abs() > EPS * w.abs().sum() * 1.001
+        images, labels = images[keep], labels[keep]
+        linear = (model, images, labels, *linear[3:])
+        assert len(labels) > 3
+    found = attack(model, images, labels, EPS, **options)
+    best = value(linear, images) + EPS * w.abs().sum()
+    assert torch.allclose(value(linear, found), best, atol=1e-9) == optimal
+
+
+@pytest.mark.parametrize("attack", [identity, pgd])
+def test_l2_optimum(linear, attack):
+    """In ℓ2 it is ε·w/‖w‖: the value rises by ε·‖w‖."""
+    model, images, labels, w, _ = linear
+    keep = value(linear, images).abs() > EPS * w.norm() * 1.001
+    images, labels = images[keep], labels[keep]
+    found = attack(model, images, labels, EPS, norm="l2", iterations=40, step=EPS)
+    best = value((model, images, labels, w, None), images) + EPS * w.norm()
+    assert torch.allclose(value((model, images, labels, w, None), found), best, rtol=1e-4, atol=1e-5) == (attack is pgd)
+
+
+@pytest.mark.parametrize(("norm", "dual"), [("l2", 2), ("linf", 1)])
+def test_deepfool_finds_the_boundary(linear, norm, dual):
+    model, images, labels, w, _ = linear
+    found, sizes = deepfool(model, images, labels, norm=norm)
+    distance = value(linear, images).abs() / w.flatten().norm(p=dual)
+    assert torch.allclose(sizes, 1.02 * distance, rtol=1e-2, atol=2e-4)
+    with torch.no_grad():
+        assert (model(found).argmax(1) != labels).all()
+    change = (found - images).flatten(1)
+    assert torch.allclose(change.norm(dim=1) if norm == "l2" else change.abs().amax(1), sizes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A plain network on digits, and its test images."""
+    recipe = dcnet.make_recipe("demo", magnitude=None, epochs=4, norm="none", lr=1e-3)
+    run = dcnet.train(recipe, tmp_path_factory.mktemp("run") / "plain", device="cpu", quiet=True)
+    test = load_data("digits").test
+    assert run.accuracy > 90.0
+    return run.model, test.images[:200] / 255.0, test.labels[:200]
+
+
+def accuracy(model, images, labels):
+    with torch.no_grad():
+        return 100.0 * float((model(images).argmax(1) == labels).float().mean())
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("eps", [0.0, 8 / 255, 0.3, 1.0])
+def test_the_ball(trained, norm, eps):
+    """Within ε and [0, 1], to one ulp of float32."""
+    model, images, labels = (trained[0], trained[1][:30], trained[2][:30])
+    attacks = [lambda *a: pgd(*a, norm=norm, iterations=5)]
+    if norm == "linf":
+        attacks += [fgsm, lambda *a: bim(*a, iterations=5), lambda *a: square(*a, queries=10)]
+    for attack in attacks:
+        found = attack(model, images, labels, eps)
+        assert found.min() >= 0.0
+        assert found.max() <= 1.0
+        assert not found.requires_grad
+        change = (found.double() - images.double()).flatten(1)
+        size = change.abs().amax(1) if norm == "linf" else change.norm(dim=1)
+        assert size.max() <= eps + 1.2e-7
+
+
+def test_attacks_are_ordered(trained):
+    """Stronger attacks leave less, targeted ones reach their target less often, and nothing helps at ε = 0."""
+    model, images, labels = trained
+    clean = accuracy(model, images, labels)
+    left = {
+        "fgsm": accuracy(model, fgsm(model, images, labels, EPS), labels),
+        "bim": accuracy(model, bim(model, images, labels, EPS, EPS / 4), labels),
+        "pgd": accuracy(model, pgd(model, images, labels, EPS, restarts=2), labels),
+    }
+    assert clean > left["fgsm"] >= left["bim"] - 1.0 >= left["pgd"] - 2.0
+    assert accuracy(model, pgd(model, images, labels, 0.0), labels) == clean
+    target = (labels + 1) % 10
+    found = pgd(model, images, labels, 0.2, target=target)
+    hit = 100.0 * float((model(found).argmax(1) == target).float().mean())
+    assert hit > 60.0
+    assert accuracy(model, fgsm(model, images, labels, 0.2, target=target), target) > accuracy(model, images, target)
+    margin = accuracy(model, pgd(model, images, labels, EPS, loss="margin"), labels)
+    assert abs(margin - left["pgd"]) < 8.0
+    assert accuracy(model, square(model, images, labels, EPS, queries=300), labels) < clean
+
+
+def test_random_starts_are_reproducible(trained):
+    model, images, labels = trained
+    runs = [pgd(model, images[:20], labels[:20], EPS, iterations=2, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_agreement_with_foolbox(trained):
+    foolbox = pytest.importorskip("foolbox", reason="the comparison needs foolbox")
+    model, images, labels = trained
+    theirs = foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu")
+    left = accuracy(model, fgsm(model, images, labels, EPS), labels)
+    _, _, success = foolbox.attacks.FGSM()(theirs, images, labels, epsilons=EPS)
+    assert left == pytest.approx(100.0 * float((~success).float().mean()), abs=1.0)
+    left = accuracy(model, bim(model, images, labels, EPS, EPS / 10, 20), labels)
+    attack = foolbox.attacks.LinfBasicIterativeAttack(abs_stepsize=EPS / 10, steps=20, random_start=False)
+    _, _, success = attack(theirs, images, labels, epsilons=EPS)
+    assert left == pytest.approx(100.0 * float((~success).float().mean()), abs=1.0)
+    for norm, name in (("l2", "L2DeepFoolAttack"), ("linf", "LinfDeepFoolAttack")):
+        _, sizes = deepfool(model, images, labels, norm=norm)
+        found, _, _ = getattr(foolbox.attacks, name)(steps=50)(theirs, images, labels, epsilons=None)
+        change = (found - images).flatten(1)
+        other = change.norm(dim=1) if norm == "l2" else change.abs().amax(1)
+        assert float(sizes.median()) == pytest.approx(float(other.median()), rel=0.05)
+
+
+def test_autoattack_finds_little_more(trained):
+    pytest.importorskip("pyautoattack", reason="AutoAttack is not installed")
+    model, images, labels = (trained[0], trained[1][:100], trained[2][:100])
+    ours = accuracy(model, pgd(model, images, labels, EPS, iterations=50, restarts=3), labels)
+    theirs = accuracy(model, robustness.auto(model, images, labels, EPS), labels)
+    assert theirs <= ours + 0.5
+    assert ours - theirs < 5.0
+
+
+class Saturated(nn.Module):
+    """Logits so large that the cross-entropy has no slope."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return 1e4 * self.model(x)
+
+
+class Blocked(nn.Module):
+    """Rounds its input: the gradient is zero nearly everywhere."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model((x * 64).round() / 64)
+
+
+class Noisy(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x) + 0.01 * torch.randn(len(x), 10)
+
+
+def test_check_up(trained):
+    model, images, labels = (trained[0], trained[1][:80], trained[2][:80])
+    options = {"eps": EPS, "iterations": 10, "queries": 300}
+    plain = check_up(model, images, labels, **options)
+    assert not plain["masked"], plain["verdict"]
+    assert plain["eps 0"] == plain["clean"]
+    assert plain["zero gradient"] == 0.0
+    assert plain["curve"][-1]["accuracy"] == 0.0
+    for masked, failing in ((Saturated(model), "zero gradients"), (Blocked(model), "zero gradients"), (Noisy(model), "randomness")):
+        found = check_up(masked.eval(), images, labels, **options)
+        assert found["masked"]
+        assert failing in [test["test"] for test in found["tests"] if not test["passed"]]
+        assert found["verdict"].startswith("do not believe")
+    blocked = check_up(Blocked(model).eval(), images, labels, **options)
+    assert {"black box", "growing ε"} & {test["test"] for test in blocked["tests"] if not test["passed"]}
+
+
+def test_evaluate(trained):
+    model, images, labels = trained
+    seen = []
+    result = evaluate(model, images, labels, "fgsm,bim:iterations=5,deepfool:norm=linf", EPS, batch=64, progress=lambda *a: seen.append(a))
+    assert result["clean"] == accuracy(model, images, labels)
+    first, second, third = result["attacks"]
+    assert first["accuracy"] == accuracy(model, fgsm(model, images, labels, EPS), labels) or first["accuracy"] <= result["clean"]
+    assert second["attacked"] == round(first["accuracy"] * len(labels) / 100)
+    assert second["accuracy"] <= first["accuracy"]
+    assert result["worst"] == second["accuracy"]
+    assert third["sizes"] == sorted(third["sizes"])
+    assert seen[-1][1:] == (third["attacked"], third["attacked"])
+    apart = evaluate(model, images, labels, ["fgsm", "bim:iterations=5"], EPS, cumulative=False)
+    assert apart["attacks"][1]["attacked"] == round(result["clean"] * len(labels) / 100)
+    assert "worst" not in apart
+    other = dcnet.create_model("cnn9_narrow", magnitude=None, in_channels=1, input_size=8).eval()
+    transfer = evaluate(model, images, labels, "fgsm", EPS, source=other)
+    assert transfer["transfer"]
+    assert transfer["attacks"][0]["accuracy"] > first["accuracy"]  # an untrained network knows little
+    predicted = evaluate(model, images, labels, "fgsm", EPS, predicted=True)
+    assert predicted["labels"] == "predicted"
+
+
+def test_parsing():
+    assert parse_attack("pgd:steps=50:restarts=5").parameters == {"iterations": 50, "restarts": 5}
+    assert parse_attack("bim:step=2/255").parameters["step"] == pytest.approx(2 / 255)
+    assert parse_attack("pgd:random_start=false:norm=l2").parameters == {"random_start": False, "norm": "l2"}
+    for text, message in [
+        ("pdg", r"unknown attack 'pdg'. Did you mean 'pgd'\? Known: fgsm, bim"),
+        ("pgd:stps=5", r"'stps=5' is no parameter of pgd. Possible: step=…, iterations=…"),
+        ("pgd:steps=five", r"iterations=five must be a whole number"),
+        ("pgd:random_start=maybe", r"must be true or false"),
+        ("fgsm:eps=1", r"'eps=1' is no parameter of fgsm. Possible: none"),
+        ("bim:step=1/0", r"step=1/0 must be a number"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_attack(text)
+
+
+def test_bad_input(trained):
+    model, images, labels = (trained[0], trained[1][:5], trained[2][:5])
+    for attack in (fgsm, bim, pgd, square):
+        for eps in (-0.1, math.nan, math.inf, "8/255", True):
+            with pytest.raises(ValueError, match=r"eps must be a finite number ≥ 0"):
+                attack(model, images, labels, eps)
+    for changed, message in [
+        ((model, images * 255.0, labels), r"images must lie in \[0, 1\], got values from 0 to 255; normalisation belongs into the model"),
+        ((model, images - 1.0, labels), r"got values from -1 to"),
+        ((model, images * math.nan, labels), r"images must lie in \[0, 1\]"),
+        ((model, (images * 255).byte(), labels), r"images must be floating-point .* of torch.uint8; divide bytes by 255"),
+        ((model, images, labels[:4]), r"one for each of the 5 images"),
+        ((model, images, labels.float()), r"labels must be whole numbers"),
+        ((model, images, labels + 10), r"labels go from .* but the model knows the classes 0 to 9"),
+        ((nn.Sequential(model, nn.Softmax(1)).eval(), images, labels), r"the model gives probabilities"),
+        ((nn.Flatten(0), images, labels), r"the model must give logits \(N, classes\)|training mode"),
+        ((model, images[:0], labels[:0]), r"no images"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fgsm(*changed)
+    training = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8)
+    with pytest.raises(ValueError, match=r"the model is in training mode .*; call model.eval\(\) first"):
+        fgsm(training, images, labels)
+    training.eval().stages[0].conv.train()  # a single statistics layer is enough
+    with pytest.raises(ValueError, match=r"in training mode \('stages.0.conv'\)"):
+        evaluate(training, images, labels)
+    for call, message in [
+        (lambda: pgd(model, images, labels, norm="l1"), r"unknown norm 'l1'; possible: linf, l2"),
+        (lambda: pgd(model, images, labels, loss="mse"), r"unknown loss 'mse'"),
+        (lambda: pgd(model, images, labels, iterations=0), r"iterations must be a whole number ≥ 1, got 0"),
+        (lambda: pgd(model, images, labels, restarts=0), r"restarts must be"),
+        (lambda: bim(model, images, labels, step=-1.0), r"step must be a number ≥ 0"),
+        (lambda: deepfool(model, images, labels, norm="l0"), r"unknown norm 'l0'"),
+        (lambda: fgsm(model, images, labels, target=labels), r"target must differ"),
+        (lambda: square(model, images, labels, queries=0), r"queries must be"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_the_model_is_left_alone(trained):
+    model, images, labels = trained
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    evaluate(model, images[:20], labels[:20], "fgsm,pgd:steps=2,square:queries=5,deepfool:iterations=2", EPS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
