@@ -77,6 +77,24 @@ def test_forward(name, magnitude, size):
     assert all(p.grad is not None for p in net.parameters())
 
 
+@pytest.mark.parametrize("magnitude", ["tanh", None])
+def test_initialisation(magnitude):
+    """He's, by fan-in, everywhere; in `resnet18_modified` Gaussian inside units and Xavier's elsewhere."""
+
+    def deviations(name, **options):
+        torch.manual_seed(0)
+        net = dcnet.create_model(name, magnitude=magnitude, **options)
+        return {n: (p.std() * (p[0].numel() ** 0.5)).item() for n, p in net.named_parameters() if p.dim() > 1}, net
+
+    for name, head in (("resnet32", "linear"), ("cnn9", "normalized")):
+        for key, deviation in deviations(name, head=head)[0].items():
+            assert deviation == pytest.approx(2**0.5, rel=0.12), key
+    _, modified = deviations("resnet18_modified")
+    assert modified.units[1].first.conv.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    weight = modified.units[0].conv.weight
+    assert weight.abs().max().item() == pytest.approx((6 / (9 * (128 + 128))) ** 0.5, rel=0.01)
+
+
 def test_options():
     net = dcnet.create_model(
         "cnn9_narrow", norm="batch", activation="prelu", head="normalized", penultimate_activation=True, weighting="linear", radius=2.0

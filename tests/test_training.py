@@ -95,15 +95,54 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
         for stop in stops:
 
             def step(self, images, labels, stop=stop):
-                if self.step == stop:
-                    raise KeyboardInterrupt
+                if self.step == stop - 1:
+                    os.kill(os.getpid(), signal.SIGINT)  # heeded when the step is done
                 original(self, images, labels)
 
             monkeypatch.setattr(job.Job, "train_step", step)
-            with pytest.raises(Interrupted, match=f"stopped at step {stop} of 15. Go on with: dcnet train --resume .*stopped"):
+            with pytest.raises(Interrupted, match=f"stopped at step {stop} of 15. Go on with: dcnet train --resume .*stopped.* --device cpu"):
                 train(folder, **options)
         monkeypatch.setattr(job.Job, "train_step", original)
         assert_same_run(train(folder, resume=True), whole)
+
+
+def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
+    """The epoch is finished first."""
+    options = {"epochs": 2.0, "schedule": "plateau", "patience": 1}
+    whole = train(tmp_path / "whole", **options)
+    original = trainer.evaluate
+
+    def evaluate(*arguments):
+        if not (tmp_path / "run" / "metrics.jsonl").read_text():
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    with pytest.raises(Interrupted, match="stopped at step 5 of 10"):
+        train(tmp_path / "run", **options)
+    monkeypatch.setattr(trainer, "evaluate", original)
+    assert_same_run(train(tmp_path / "run", resume=True), whole)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_twice_is_at_once(tmp_path, monkeypatch):
+    def step(self, images, labels):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(job.Job, "train_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run")
+
+
+def test_a_checkpoint_knows_its_recipe(tmp_path):
+    run = train(tmp_path / "run", epochs=1.0)
+    (run.folder / "result.json").unlink()
+    (run.folder / "recipe.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint.safetensors is of another recipe"):
+        train(tmp_path / "run", epochs=1.0, lr=0.5)
 
 
 def test_a_crash_without_a_word(tmp_path, monkeypatch):
@@ -272,12 +311,18 @@ def test_a_graph_is_its_steps(tmp_path, options):
 
 
 def test_pretrained_start(tmp_path):
-    """Plain to decoupled, same structure."""
+    """Plain to decoupled, decoupled to another operator; the same structure."""
     plain = train(tmp_path / "plain", magnitude=None, epochs=1.0)
     begun = recipe(pretrained=str(plain.folder), steps=1, lr=1e-12)
     run = dcnet.train(begun, tmp_path / "decoupled", device="cpu", quiet=True)
     for name, tensor in plain.model.state_dict().items():
         torch.testing.assert_close(run.model.state_dict()[name], tensor)
+    other = dcnet.train(recipe(pretrained=str(run.folder), steps=1, lr=1e-12, magnitude="sphere"), tmp_path / "sphere", device="cpu", quiet=True)
+    torch.testing.assert_close(other.model.state_dict()["head.weight"], run.model.state_dict()["head.weight"])
+    # once begun, a run does not need the other any more
+    (run.folder / "recipe.json").rename(tmp_path / "elsewhere")
+    (other.folder / "result.json").unlink()
+    assert train(other.folder, resume=True).accuracy == other.result["accuracy"]
     with pytest.raises(ValueError, match=r"pretrained=.* does not fit the recipe's network; for one: size mismatch for head.weight"):
         train(tmp_path / "other", pretrained=str(plain.folder), model="cnn9")
 
@@ -297,6 +342,18 @@ def test_non_finite_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(nn.MaxPool2d, "forward", forward)
     with pytest.raises(NonFiniteLoss, match=r"at step 8 \(epoch 2, learning rate 0.001\): the output of layer 'stages.3' \(MaxPool2d\) is the first"):
         train(tmp_path / "other", evaluate_every=0, magnitude=None)
+    # a GPU is not asked at every step: nothing must be saved before it is
+    monkeypatch.setattr(nn.MaxPool2d, "forward", original)
+    calls.clear()
+    train(tmp_path / "warm", magnitude=None, steps=1)
+    monkeypatch.setattr(nn.MaxPool2d, "forward", forward)
+    calls.clear()
+    looks = []
+    real = trainer._stop_if_not_finite
+    monkeypatch.setattr(trainer, "_stop_if_not_finite", lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 10 == 0 else None))
+    with pytest.raises(NonFiniteLoss, match=r"at step 8 "):
+        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=10, batch=128)
+    assert not (tmp_path / "late" / "checkpoint.safetensors").exists()
     tensors, state = load_checkpoint(tmp_path / "other" / "checkpoint.safetensors")
     assert state["step"] == 5
     assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
@@ -311,7 +368,7 @@ def test_non_finite_loss(tmp_path, monkeypatch):
         ({"batch": 2000}, "batch=2000 is larger than the 1442 training images"),
         ({"batch": 10, "accumulate": 4}, "batch=10 cannot be divided among 1 processes × accumulate=4"),
         ({"radius": "big"}, "radius='big'; possible: learned, or a number"),
-        ({"weighting": "linear", "projection": 10}, "weight projection does not go with weighted operators"),
+        ({"batch": 4, "accumulate": 4, "norm": "batch"}, "in parts of one image"),
         ({"image_size": 32}, "image_size=32 is for image folders"),
         ({"data": "imagefolder:nowhere"}, "image folder nowhere does not exist"),
         ({"pretrained": "nowhere"}, "nowhere is not a run folder"),

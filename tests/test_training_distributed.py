@@ -22,8 +22,8 @@ def curve(run):
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "projection": 3, "orthogonality": 1e-4}], ids=["plainly", "in parts"])
 def test_two_processes_are_one(tmp_path, options):
     """torchrun, with norm=None and E{‖x‖} over both: the curve of one process, to rounding."""
-    # SGD: Adam divides gradients by their own size, so it makes large differences of small ones
-    options = {"epochs": 2.0, "batch": 128, "optimizer": "sgd", "lr": 0.05, "norm": "none", "sync": True, "augment": "crop", "pad": 1, **options}
+    # SGD at a low rate: rounding errors grow with the steps (kinks, 1/‖x‖ of nearly empty patches), and Adam divides gradients by their own size
+    options = {"epochs": 2.0, "batch": 128, "optimizer": "sgd", "lr": 0.005, "norm": "none", "sync": True, "augment": "crop", "pad": 1, **options}
     if "accumulate" in options:  # parts have means of their own
         options |= {"magnitude": "sphere", "sync": False}
     recipe = dcnet.make_recipe(**options)
@@ -34,9 +34,7 @@ def test_two_processes_are_one(tmp_path, options):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 2:") == 1  # only the first prints
     two, one = dcnet.Run(tmp_path / "two"), dcnet.train(recipe, tmp_path / "one", device="cpu", quiet=True)
-    # rounding grows from step to step, since kinks turn small differences into larger ones
-    assert curve(two)[:2] == pytest.approx(curve(one)[:2], rel=1e-6)
-    assert curve(two) == pytest.approx(curve(one), rel=1e-4)
+    assert curve(two) == pytest.approx(curve(one), rel=1e-5)
     assert two.result["devices"] == 2
     for name, tensor in one.model.state_dict().items():
         torch.testing.assert_close(two.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
@@ -50,11 +48,13 @@ def worker(rank, port, results):
 
     def save(self, run):
         original(self, run)
-        seen.append({name: buffer.clone() for name, buffer in self.model.named_buffers() if "running" in name})
+        seen.append({name: buffer.clone() for name, buffer in self.ema.model.named_buffers() if "running" in name})
+        agreed = {name: buffer.clone() for name, buffer in self.model.named_buffers() if "running" in name}
+        seen[-1].update({f"model {name}": buffer for name, buffer in agreed.items()})
 
     job.Job.save = save
     folder = os.environ["TEST_FOLDER"]
-    run = dcnet.train(dcnet.make_recipe(epochs=2.0, batch=256, norm="batch"), folder, device="cpu", quiet=True)
+    run = dcnet.train(dcnet.make_recipe(epochs=2.0, batch=256, norm="batch", ema=0.9), folder, device="cpu", quiet=True)
     results[rank] = (seen, run.result["test_images"], [entry["test_accuracy"] for entry in run.metrics])
 
 
@@ -71,7 +71,8 @@ def test_averages_agree_after_every_epoch(tmp_path, monkeypatch):
     run = dcnet.Run(tmp_path / "run")
     saved = run.model.state_dict()
     for name, buffer in first[-1].items():
-        assert torch.equal(saved[name], buffer)
+        if not name.startswith("model "):
+            assert torch.equal(saved[name], buffer)
     # the loaded network classifies as both together did: every test image once
     test = dcnet.data.load_data("digits").test
     with torch.no_grad():

@@ -10,15 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, autocast_of, change, find_runs, joined, make_recipe, open_data, read_recipe
+from dcnet.data import FOLDER
+from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, autocast_of, change, joined, make_recipe, open_data, read_recipe, settings
 from dcnet.training import evaluate as evaluate_model
 from dcnet.training import train as train_recipe
 from dcnet.training.recipe import hints
+from dcnet.training.run import run_folders
 
 DataRoot = Annotated[Path, typer.Option("--data-root", help="Folder of the data sets' official files.")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch missing files of the data set from its own site.")]
@@ -45,6 +46,7 @@ def _value(name: str, given: Any) -> Any:
         return None
     try:
         if typing.get_origin(kinds[0]) is tuple:
+            given = "" if given == "none" else given
             return tuple(float(part) for part in given.split(",") if part)
         return kinds[0](given)
     except ValueError:
@@ -98,10 +100,12 @@ def train(
             base = read_recipe(recipe) if recipe is not None and recipe.endswith(".json") else make_recipe(recipe)
             chosen, folder = change(base, **given), run
         done = train_recipe(chosen, folder, data_root=data_root, download=download, device=device, tensorboard=tensorboard)
-    except (ValueError, FileNotFoundError, NonFiniteLoss, ImportError) as error:
+    except (ValueError, OSError, RuntimeError, NonFiniteLoss, ImportError) as error:
         fail(error)
     except KeyboardInterrupt as interruption:
-        Console(stderr=True).print(str(interruption) or "interrupted before the first step", highlight=False)
+        if os.environ.get("RANK", "0") == "0":
+            words = str(interruption) or "interrupted; what the last checkpoint has is kept"
+            Console(stderr=True, soft_wrap=True).print(words, highlight=False, markup=False)
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes stay silent
         show_runs([done])
@@ -117,16 +121,21 @@ def evaluate(
     """Accuracy and loss of a trained network on the test images, in all and by class."""
     try:
         found = Run(run)
-        recipe = found.recipe if data is None else change(found.recipe, data=data)
-        with joined(device) as ranks:
+        shape = found.shape
+        recipe = found.recipe
+        if data is not None:  # only its test images are looked at
+            folder = data.startswith(FOLDER)
+            recipe = change(recipe, data=data, augment="none", image_size=shape["input_size"] if folder else None)
+        with joined(device) as ranks, settings(recipe, ranks.device):
             source = open_data(recipe, ranks, data_root, download)
-            model = found.model.to(ranks.device)
-            classes = model(torch.zeros(1, source.channels, source.size, source.size, device=ranks.device)).shape[1]
-            if classes != len(source.classes):
-                raise ValueError(f"{run} knows {classes} classes, {recipe.data} has {len(source.classes)}")
-            result = evaluate_model(model, source, ranks, autocast_of(recipe, ranks.device))
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+            theirs = {"num_classes": len(source.classes), "in_channels": source.channels, "input_size": source.size}
+            if theirs != shape:
+                raise ValueError(f"{run} was trained for {_described(shape)}; {recipe.data} has {_described(theirs)}")
+            result = evaluate_model(found.model.to(ranks.device), source, ranks, autocast_of(recipe, ranks.device))
+    except (ValueError, OSError, RuntimeError) as error:
         fail(error)
+    if not ranks.first:
+        return
     table = Table("class", "images", "right", "accuracy", title=f"{run} on {recipe.data}")
     for name, count, right in zip(source.classes, result.counts.tolist(), result.correct.tolist(), strict=True):
         table.add_row(name, str(count), str(right), f"{100 * right / max(1, count):.2f}%")
@@ -136,13 +145,25 @@ def evaluate(
     console.print(f"accuracy {result.accuracy:.2f}% ({int(result.correct.sum())} of {total}), loss {result.loss:.4f}", highlight=False)
 
 
+def _described(shape: dict[str, int]) -> str:
+    size = shape["input_size"]
+    return f"{shape['num_classes']} classes and images of {shape['in_channels']}×{size}×{size}"
+
+
 def runs(folder: Annotated[Path, typer.Argument(help="Folder to look in.")] = Path("runs")) -> None:
     """List the run folders and their results."""
-    found = find_runs(folder) if folder.is_dir() else []
-    if not found:
-        Console().print(f"no runs under {folder}", highlight=False)
-        return
-    show_runs(found)
+    found, unreadable = [], []
+    for path in run_folders(folder):
+        try:
+            found.append(Run(path))
+        except (ValueError, OSError) as error:
+            unreadable.append(f"{path} cannot be read: {error}")
+    if found:
+        show_runs(found)
+    elif not unreadable:
+        Console(soft_wrap=True).print(f"no runs under {folder}", highlight=False, markup=False)
+    for line in unreadable:
+        Console(stderr=True, soft_wrap=True).print(line, highlight=False, markup=False)
 
 
 def show_runs(found: list[Run]) -> None:

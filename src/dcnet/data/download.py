@@ -22,7 +22,8 @@ def fetch(addresses: Sequence[str], target: Path, md5: str, progress: Callable[[
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".part")
     failures = []
-    for address in addresses:
+    tries = [*addresses, *addresses[-1:]] if partial.exists() else addresses  # what was there before may be damaged
+    for address in tries:
         try:
             _continue(address, partial, lambda done, total: None if progress is None else progress(target.name, done, total))
         except (OSError, urllib.error.URLError, http.client.HTTPException) as error:

@@ -71,7 +71,9 @@ class ImageFolder:
         yield from self._load(_Images(self._test, self.size, None), groups)
 
     def _load(self, images: "_Images", groups: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        loader: DataLoader[Any] = DataLoader(images, batch_sampler=groups, num_workers=self.workers, pin_memory=self.device.type == "cuda")
+        options: dict[str, Any] = {"num_workers": self.workers, "pin_memory": self.device.type == "cuda"}
+        # a generator of its own: the workers' seeds, which nobody uses, would come from the global one
+        loader: DataLoader[Any] = DataLoader(images, batch_sampler=groups, generator=torch.Generator(), **options)
         for batch, labels in loader:
             yield batch.to(self.device, non_blocking=True).float().div_(255.0), labels.to(self.device, non_blocking=True)
 

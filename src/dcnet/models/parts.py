@@ -79,16 +79,17 @@ class Parts:
     def shortcut(self, inputs: int, outputs: int, stride: int) -> nn.Module:
         """An ordinary 1×1 convolution and norm where the shape changes."""
         conv = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
-        nn.init.kaiming_normal_(conv.weight, nonlinearity="linear")
+        nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
         return Block(conv, self.batch_norm(outputs), None)
 
     def head(self, features: int, classes: int, kind: str = "linear") -> nn.Linear:
         """The classifier: ordinary, or weight-normalised (`"normalized"`)."""
-        if kind == "normalized":
-            return DecoupledLinear(features, classes, magnitude="linear", angular="cosine")
-        if kind != "linear":
+        if kind not in ("linear", "normalized"):
             raise ValueError(f"unknown head {kind!r}; possible: 'linear', 'normalized'")
-        layer = nn.Linear(features, classes)
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")
-        nn.init.zeros_(layer.bias)
+        if kind == "normalized":
+            layer: nn.Linear = DecoupledLinear(features, classes, magnitude="linear", angular="cosine")
+        else:
+            layer = nn.Linear(features, classes)
+            nn.init.zeros_(layer.bias)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         return layer

@@ -1,6 +1,7 @@
 """The check-up beside every robustness figure: can it be believed, or do the gradients mislead the attacks?
 
-After Athalye et al. (2018) and Carlini et al. (2019): an attack that fails says something about the model only if stronger and blinder attacks fail too.
+After Athalye et al. (2018) and Carlini et al. (2019): an attack that fails says something about the model only if stronger attacks, and
+blind ones, fail too.
 """
 
 from typing import Any

@@ -92,10 +92,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Accuracy of the model, clean and under every attack, in percent of all images.
 
-    attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5". cumulative: each attack sees only what survived those before it, and the
-    accuracy is that under all of them so far; otherwise each sees every image that is classified right. source: another model the adversarial images are
-    made on (a transfer attack). predicted: attack what the model predicts instead of the true labels, as older work often does: the gradient is then
-    that of an image it gets wrong, too, and accuracies are not comparable. DeepFool gives sizes of perturbations, and takes no part in the accuracy.
+    attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5". cumulative: each attack sees only what survived those before it, and
+    the accuracy is that under all of them so far; otherwise each sees every image that is classified right. source: another model the
+    adversarial images are made on (a transfer attack). predicted: attack what the model predicts instead of the true labels, as older work often
+    does: for an image it gets wrong that is another gradient, so accuracies are not comparable. DeepFool gives sizes of perturbations, and takes
+    no part in the accuracy.
     """
     chosen = [parse_attack(part) if isinstance(part, str) else part for part in (attacks.split(",") if isinstance(attacks, str) else attacks)]
     check(model, images, labels, eps)

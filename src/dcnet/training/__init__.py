@@ -2,11 +2,12 @@
 
 from dcnet.training.diagnose import NonFiniteLoss
 from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe
 from dcnet.training.run import Run, build_model, find_runs, load
-from dcnet.training.settings import autocast_of
-from dcnet.training.trainer import Interrupted, open_data, train
+from dcnet.training.settings import autocast_of, settings
+from dcnet.training.trainer import open_data, train
 
 __all__ = [
     "RECIPES",
@@ -26,5 +27,6 @@ __all__ = [
     "make_recipe",
     "open_data",
     "read_recipe",
+    "settings",
     "train",
 ]

@@ -25,7 +25,7 @@ def check_graphs(recipe: Recipe, ranks: Ranks) -> None:
         if applies
     ]
     if reasons:
-        raise ValueError(f"graphs=True does not go here: {'; '.join(reasons)}")
+        raise ValueError(f"graphs=True does not go here: {'; '.join(reasons)}. Train without them: graphs=False, --no-graphs")
 
 
 class Repeated:

@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import json
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dcnet.layers import WeightProjection, average_statistics_, orthogonal_penalty, parameter_groups, weight_gradients_
+from dcnet.layers import Block, WeightProjection, average_statistics_, orthogonal_penalty, parameter_groups, weight_gradients_
 from dcnet.models.resnet import Unit
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
@@ -23,12 +25,12 @@ from dcnet.training.settings import autocast_of
 class Job:
     """The state of a run, and one step of it. `shape`: what `build_model` needs to know of the data."""
 
-    def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks) -> None:
+    def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks, begun: bool = False) -> None:
         self.recipe, self.shape, self.ranks = recipe, shape, ranks
         if recipe.graphs:
             check_graphs(recipe, ranks)
         model = build_model(recipe, shape)
-        if recipe.pretrained is not None:
+        if recipe.pretrained is not None and not begun:
             _start_from(model, recipe.pretrained)
         order = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.order: torch.memory_format = order
@@ -94,6 +96,8 @@ class Job:
             total += loss.detach()
             with torch.no_grad():
                 self.sums += torch.stack([loss.detach().double() * size, (logits.argmax(1) == their).sum().double()])
+            if self.scaler.is_enabled():  # whose steps nothing else stops
+                loss = torch.where(self.bad >= 0, float("nan"), loss)
             if recipe.orthogonality and last:
                 loss = loss + recipe.orthogonality * orthogonal_penalty(self.model)
             self.scaler.scale(loss).backward()
@@ -127,6 +131,26 @@ class Job:
         count = max(1, self.images * self.ranks.world)
         return loss / count, 100.0 * right / count
 
+    def local_means(self) -> tuple[float, float]:
+        """The same over this rank's images, which needs no others."""
+        loss, right = self.sums.tolist()
+        return loss / max(1, self.images), 100.0 * right / max(1, self.images)
+
+    def average_statistics(self) -> None:
+        """Makes the running averages of all ranks agree, also of the moving average of the weights."""
+        average_statistics_(self.model)
+        if self.ema is not None:
+            average_statistics_(self.ema.model)
+
+    def check_together(self) -> None:
+        """Raises unless all ranks are at the same step."""
+        highest, lowest = self.ranks.agree(self.step), -self.ranks.agree(-self.step)
+        if highest != lowest:
+            raise ValueError(
+                f"this process is at step {self.step}, others are at steps {lowest:.0f} to {highest:.0f}: "
+                "they do not see the same checkpoint. The run folder must be on a file system that all nodes share",
+            )
+
     def epoch_ended(self) -> None:
         """Starts the sums of the next epoch."""
         self.images = 0
@@ -136,7 +160,7 @@ class Job:
 
     def save(self, run: Run) -> None:
         """Writes a checkpoint; call it on all ranks, the first one writes."""
-        average_statistics_(self.model)
+        self.average_statistics()
         sums = self.ranks.sum(self.sums.clone())  # ranks start again with equal shares
         if not self.ranks.first:
             return
@@ -147,6 +171,7 @@ class Job:
         if self.ranks.device.type == "cuda":
             tensors["random/cuda"] = torch.cuda.get_rng_state(self.ranks.device)
         state = {
+            "recipe": asdict(self.recipe),
             "step": self.step,
             "images": self.images * self.ranks.world,
             "seconds": self.seconds,
@@ -160,6 +185,8 @@ class Job:
     def restore(self, run: Run) -> None:
         """Goes on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
+        if state["recipe"] != json.loads(json.dumps(asdict(self.recipe))) or state["shape"] != self.shape:
+            raise ValueError(f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again")
         self.model.load_state_dict(without_prefix("model/", tensors))
         _load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
         if self.ema is not None:
@@ -188,8 +215,10 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
 def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
     """Adam or SGD; what decays is what the recipe says."""
     shortcuts = {p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1}
-    kernels = {module.weight for module in model.modules() if type(module) is nn.Conv2d} - shortcuts
-    spared = (set() if recipe.decay_shortcuts else shortcuts) | (set() if recipe.decay_kernels else kernels)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    kernels = {block.conv.weight for block in blocks if type(block.conv) in (nn.Conv2d, nn.Linear)} - shortcuts
+    slopes = {block.slope for block in blocks if block.slope is not None}
+    spared = slopes | (set() if recipe.decay_shortcuts else shortcuts) | (set() if recipe.decay_kernels else kernels)
     groups = []
     for group in parameter_groups(model, recipe.weight_decay):
         groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
@@ -223,9 +252,12 @@ def _load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str,
 
 def _start_from(model: nn.Module, folder: str) -> None:
     """The weights of another run, plain or decoupled, of the same structure."""
-    source = Run(folder)
+    there = model.state_dict()
+    # another operator's radii and statistics stay behind
+    extras = ("raw_", "running_norm", "num_batches_tracked")
+    state = {name: tensor for name, tensor in Run(folder).model.state_dict().items() if name in there or not name.split(".")[-1].startswith(extras)}
     try:
-        model.load_state_dict(source.model.state_dict())
+        model.load_state_dict(state)
     except RuntimeError as error:
         reason = " ".join(str(error).split("\n\t")[-1].split())  # one of many
         raise ValueError(f"pretrained={folder!r} does not fit the recipe's network; for one: {reason}") from error

@@ -110,10 +110,28 @@ class Recipe:
             raise ValueError(f"recipe: clip={self.clip} must be > 0")
         if self.ema is not None and not 0.0 < self.ema < 1.0:
             raise ValueError(f"recipe: ema={self.ema} must be between 0 and 1")
+        if any(isinstance(m, bool) or not isinstance(m, int | float) for m in self.milestones):
+            raise ValueError(f"recipe: milestones={self.milestones} must be numbers")
         if list(self.milestones) != sorted(self.milestones) or any(not 0.0 < m < 1.0 for m in self.milestones):
             raise ValueError(f"recipe: milestones={self.milestones} must be rising fractions between 0 and 1")
-        if self.magnitude is None and self.weighting is not None:
-            raise ValueError(f"recipe: weighting={self.weighting!r} is for decoupled layers, but magnitude=None asks for the plain network")
+        if self.seed >= 2**32:
+            raise ValueError(f"recipe: seed={self.seed} must be below 2³²")
+        if self.image_size is not None and self.image_size < 8:
+            raise ValueError(f"recipe: image_size={self.image_size} must be at least 8")
+        plain, weighted = self.magnitude is None, self.weighting is not None
+        decoupled = "is for decoupled layers, but magnitude=None asks for the plain network"
+        for name, applies, why in (
+            ("milestones", bool(self.milestones) and self.schedule != "step", f"are for schedule='step', not {self.schedule!r}"),
+            ("schedule", self.schedule == "step" and not self.milestones, "needs milestones"),
+            ("nesterov", self.nesterov and self.optimizer != "sgd", "is for optimizer='sgd'"),
+            ("weighting", plain and weighted, decoupled),
+            ("radius", plain and self.radius != "learned", decoupled),
+            ("sync", plain and self.sync, decoupled),
+            ("projection", weighted and self.projection > 0, f"is for unweighted kernels; with weighting={self.weighting!r} it must be 0"),
+            ("weighted_gradients", weighted and self.weighted_gradients, f"is for unweighted kernels, not for weighting={self.weighting!r}"),
+        ):
+            if applies:
+                raise ValueError(f"recipe: {name}={getattr(self, name)!r} {why}")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"

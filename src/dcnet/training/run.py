@@ -1,6 +1,7 @@
 """A run folder: recipe.json, metrics.jsonl, checkpoint.safetensors, result.json. Every other command reads such a folder and nothing else."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,18 @@ class Run:
     def add_metrics(self, entry: dict[str, Any]) -> None:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self, result: dict[str, Any]) -> None:
         write_atomically(self.folder / "result.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Of the data it was trained on: num_classes, in_channels, input_size."""
+        if not self.checkpoint.is_file():
+            raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
+        return load_checkpoint(self.checkpoint)[1]["shape"]
 
     @property
     def model(self) -> nn.Module:
@@ -115,4 +125,9 @@ def load(folder: str | Path) -> nn.Module:
 
 def find_runs(folder: str | Path) -> list[Run]:
     """The runs in a folder and below, by name."""
-    return [Run(path.parent) for path in sorted(Path(folder).rglob("recipe.json"))]
+    return [Run(path) for path in run_folders(folder)]
+
+
+def run_folders(folder: str | Path) -> list[Path]:
+    """The run folders in a folder and below, by name."""
+    return [path.parent for path in sorted(Path(folder).rglob("recipe.json"))]

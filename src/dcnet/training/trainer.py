@@ -5,11 +5,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from dcnet.circumstances import circumstances
 from dcnet.data import FOLDER, ImageFolder, Resident, load_data
-from dcnet.layers import average_statistics_
 from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.job import Job
 from dcnet.training.progress import Progress, Quiet, progress_for, showing_downloads
 from dcnet.training.ranks import Ranks, joined
@@ -19,10 +21,6 @@ from dcnet.training.settings import settings
 from dcnet.version import __version__
 
 _LOOK = 50  # steps between looks at the device, where looking makes it wait
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after a checkpoint has been written."""
 
 
 def train(
@@ -46,14 +44,19 @@ def train(
             return Run(where)
         # a recipe that cannot be trained leaves no folder behind
         data = open_data(recipe, ranks, data_root, download)
-        job, per_epoch = _prepare(recipe, data, ranks)
+        job, per_epoch = _prepare(recipe, data, ranks, begun=(where / "checkpoint.safetensors").is_file())
         if ranks.first:
             open_run(where, recipe)
         ranks.wait()
         run = Run(where)
         progress: Progress = Quiet() if quiet or not ranks.first else progress_for(run, tensorboard)
-        with progress:
-            _train(job, run, data, per_epoch, progress)
+        with progress, Interruption() as interruption:
+            try:
+                _train(job, run, data, per_epoch, progress, interruption)
+            except Interrupted as stopped:
+                options = f" --data-root {data_root}" if str(data_root) != "data" else ""
+                options += f" --device {device}" if device is not None else ""
+                raise Interrupted(f"{stopped}. Go on with: dcnet train --resume {run.folder}{options}") from None
         ranks.wait()  # for the result
         return run
 
@@ -63,7 +66,8 @@ def open_data(recipe: Recipe, ranks: Ranks, root: str | Path = "data", download:
     if recipe.data.startswith(FOLDER):
         if recipe.augment != "none":
             raise ValueError(f"augment={recipe.augment!r}: an image folder is always resized, cropped and flipped as in the paper; possible: none")
-        return ImageFolder(recipe.data.removeprefix(FOLDER), ranks.device, recipe.seed, recipe.image_size or 224)
+        size = 224 if recipe.image_size is None else recipe.image_size
+        return ImageFolder(recipe.data.removeprefix(FOLDER), ranks.device, recipe.seed, size)
     if recipe.image_size is not None:
         raise ValueError(f"image_size={recipe.image_size} is for image folders; the images of {recipe.data} have one size")
     if download and not ranks.first:  # one process fetches, the others wait for it
@@ -75,8 +79,8 @@ def open_data(recipe: Recipe, ranks: Ranks, root: str | Path = "data", download:
     return Resident(data, ranks.device, recipe.seed, recipe.augment, recipe.pad)
 
 
-def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks) -> tuple[Job, int]:
-    """The job at its start, and the steps of an epoch."""
+def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: bool) -> tuple[Job, int]:
+    """The job at its start (or, if the run has begun, before its checkpoint is restored), and the steps of an epoch."""
     per_epoch = data.train_length // recipe.batch
     if per_epoch == 0:
         raise ValueError(f"batch={recipe.batch} is larger than the {data.train_length} training images of {recipe.data}")
@@ -84,40 +88,44 @@ def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks) -> tu
         raise ValueError(f"batch={recipe.batch} cannot be divided among {ranks.world} processes × accumulate={recipe.accumulate}")
     steps = recipe.steps or max(1, round(recipe.epochs * per_epoch))
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
-    return Job(recipe, shape, steps, ranks), per_epoch
+    job = Job(recipe, shape, steps, ranks, begun)
+    alone = recipe.batch == ranks.world * recipe.accumulate
+    if alone and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()):
+        raise ValueError(f"batch={recipe.batch} in parts of one image (× {ranks.world * recipe.accumulate}) does not go with BatchNorm")
+    return job, per_epoch
 
 
-def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, progress: Progress) -> None:
+def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, progress: Progress, interruption: Interruption) -> None:
     recipe, ranks, steps = job.recipe, job.ranks, job.schedule.steps
     if run.checkpoint.is_file():
         job.restore(run)
+    job.check_together()
     if ranks.first:
         run.keep_metrics(job.step)
     progress.begin(steps, job.step, per_epoch)
 
+    look_every = 1 if ranks.device.type == "cpu" else _LOOK
     started = time.perf_counter() - job.seconds
     evaluation = None
-    try:
-        while job.step < steps:
-            epoch, first = divmod(job.step, per_epoch)
-            for images, labels in data.train_batches(epoch, first, recipe.batch, ranks.rank, ranks.world):
-                job.train_step(images, labels)
-                job.seconds = time.perf_counter() - started
-                if job.step % _LOOK == 0 or ranks.device.type == "cpu":
-                    _stop_if_not_finite(job, data, per_epoch)
-                progress.step(job.step, job.seconds, lambda: job.epoch_sums() if ranks.world == 1 else (math.nan, math.nan))
-                if job.step == steps or job.step % per_epoch == 0:
-                    break
-                if job.step % recipe.save_every == 0:
-                    job.save(run)
-            _stop_if_not_finite(job, data, per_epoch)
-            evaluation = _end_epoch(job, run, data, steps, per_epoch, progress)
-            started = time.perf_counter() - job.seconds  # writing and evaluating are in the seconds already
-    except KeyboardInterrupt:
-        if ranks.world == 1:
-            job.save(run)
-        kept = "" if ranks.world == 1 else " The last checkpoint is kept."
-        raise Interrupted(f"stopped at step {job.step} of {steps}.{kept} Go on with: dcnet train --resume {run.folder}") from None
+    while job.step < steps:
+        epoch, first = divmod(job.step, per_epoch)
+        for images, labels in data.train_batches(epoch, first, recipe.batch, ranks.rank, ranks.world):
+            job.train_step(images, labels)
+            job.seconds = time.perf_counter() - started
+            progress.step(job.step, job.seconds, job.local_means)
+            if job.step == steps or job.step % per_epoch == 0:
+                break
+            if job.step % recipe.save_every == 0:
+                _save(job, run, data, per_epoch)
+            elif job.step % look_every == 0:
+                _stop_if_not_finite(job, data, per_epoch)
+            if _asked(interruption, ranks, job.step % look_every == 0):
+                _save(job, run, data, per_epoch)
+                raise Interrupted(f"stopped at step {job.step} of {steps}")
+        evaluation = _end_epoch(job, run, data, steps, per_epoch, progress)
+        started = time.perf_counter() - job.seconds  # writing and evaluating are in the seconds already
+        if job.step < steps and _asked(interruption, ranks, True):
+            raise Interrupted(f"stopped at step {job.step} of {steps}")
     if evaluation is None:  # the run had reached its end, but not its result
         evaluation = evaluate(job.evaluated, data, ranks, job.autocast)
     if ranks.first:
@@ -125,16 +133,33 @@ def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, p
         progress.end(run)
 
 
+def _asked(interruption: Interruption, ranks: Ranks, together: bool) -> bool:
+    """Whether to stop; several ranks agree on it, at steps where all of them ask."""
+    if ranks.world == 1:
+        return interruption.asked
+    return together and ranks.agree(float(interruption.asked)) > 0.0
+
+
+def _save(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int) -> None:
+    """A checkpoint, of a run that is in order."""
+    _stop_if_not_finite(job, data, per_epoch)
+    job.save(run)
+
+
 def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, per_epoch: int, progress: Progress) -> Evaluation | None:
     """Evaluation, metrics, checkpoint."""
+    _stop_if_not_finite(job, data, per_epoch)
     recipe, ranks, begun = job.recipe, job.ranks, time.perf_counter()
     loss, accuracy = job.epoch_sums()
     rate = recipe.lr * job.schedule.factor(job.step - 1)
     whole = job.step % per_epoch == 0
     epoch = job.step / per_epoch
-    average_statistics_(job.model)
+    job.average_statistics()
     due = job.step == steps or (whole and recipe.evaluate_every and round(epoch) % recipe.evaluate_every == 0)
     evaluation = evaluate(job.evaluated, data, ranks, job.autocast) if due else None
+    if evaluation is not None and not math.isfinite(evaluation.loss):
+        images, _ = next(iter(data.test_batches(200)))
+        raise NonFiniteLoss(f"the loss on the test images is not finite after step {job.step}: {first_non_finite(job.evaluated.eval(), images)}")
     if whole:
         job.schedule.epoch_ended(loss)
     job.epoch_ended()
