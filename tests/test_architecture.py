@@ -19,7 +19,7 @@ ALLOWED = {
     "layers": {"formulas", "ops"},
     "models": {"formulas", "ops", "layers"},
     "data": {"formulas"},
-    "training": {"version", "circumstances", "formulas", "ops", "layers", "models", "data"},
+    "training": {"version", "circumstances", "formulas", "ops", "layers", "models", "data", "robustness"},
     "figures": {"formulas"},
     "robustness": {"formulas"},
     "bench": {"circumstances", "formulas", "ops", "layers", "models"},

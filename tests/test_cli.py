@@ -76,7 +76,7 @@ def test_train_errors(tmp_path):
         (["--resume", str(tmp_path)], "is not a run folder"),
         (["--resume", str(tmp_path), "--lr", "0.1"], "--lr cannot change it"),
         (["--milestones", "a,b"], "Invalid value for --milestones: 'a,b'"),
-        (["--epochs", "-1"], "epochs=-1.0 must be a number > 0"),
+        (["--epochs", "-1"], "epochs=-1.0 must be > 0"),
         (["--device", "cuda:9"], "unknown device 'cuda:9'; possible: cpu, cuda"),
         (["--schedule", "cosin"], "unknown schedule 'cosin'"),
     ]:

@@ -263,6 +263,38 @@ def test_options_change_something(tmp_path):
         assert all(math.isfinite(loss) for loss in losses(other))
 
 
+@pytest.mark.parametrize("kind", ["fgsm", "pgd", "trades"])
+def test_adversarial_training(tmp_path, kind):
+    """It makes the network harder to fool than natural training does, and moves no statistics on the way."""
+    options = {"epochs": 4.0, "batch": 64, "adversarial_eps": 0.1, "adversarial_steps": 3, "adversarial_step": 0.05}
+    natural, hardened = train(tmp_path / "natural", **options), train(tmp_path / kind, **options, adversarial=kind)
+    test = dcnet.data.load_data("digits").test
+    left = [
+        dcnet.robustness.evaluate(run.model, test.images / 255.0, test.labels, "fgsm", eps=0.1)["attacks"][0]["accuracy"]
+        for run in (natural, hardened)
+    ]
+    assert left[1] > left[0] + 5.0, left
+    tensors, _ = load_checkpoint(hardened.checkpoint)
+    assert tensors["model/stages.0.conv.num_batches_tracked"] == hardened.result["steps"]  # one forward a step counts
+
+
+def test_adversarial_training_resumes(tmp_path, monkeypatch):
+    options = {"adversarial": "pgd", "adversarial_steps": 2, "epochs": 2.0, "adversarial_share": 0.5}
+    whole = train(tmp_path / "whole", **options)
+    original = job.Job.train_step
+
+    def step(self, images, labels):
+        if self.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, images, labels)
+
+    monkeypatch.setattr(job.Job, "train_step", step)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "run", **options)
+    monkeypatch.setattr(job.Job, "train_step", original)
+    assert_same_run(train(tmp_path / "run", resume=True), whole)
+
+
 def test_moving_average_is_what_is_evaluated(tmp_path):
     run = train(tmp_path / "run", ema=0.99, epochs=1.0)
     tensors, _ = load_checkpoint(run.checkpoint)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcnet.layers import Block, WeightProjection, average_statistics_, orthogonal_penalty, parameter_groups, weight_gradients_
 from dcnet.models.resnet import Unit
+from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
 from dcnet.training.ranks import Ranks
@@ -91,8 +92,13 @@ class Job:
             if isinstance(self.net, DistributedDataParallel):
                 self.net.require_backward_grad_sync = last
             with self.autocast():
-                logits = self.net(some)
-                loss = F.cross_entropy(logits, their, reduction="sum", label_smoothing=recipe.label_smoothing) / size
+                if recipe.adversarial == "none":
+                    logits = self.net(some)
+                    loss = F.cross_entropy(logits, their, reduction="sum", label_smoothing=recipe.label_smoothing) / size
+                else:
+                    changed = adversarial_images(self.model, some, their, recipe)
+                    loss, logits = adversarial_loss(self.net, some, changed, their, recipe)
+                    loss = loss / size
             total += loss.detach()
             with torch.no_grad():
                 self.sums += torch.stack([loss.detach().double() * size, (logits.argmax(1) == their).sum().double()])

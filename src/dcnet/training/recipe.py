@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import operator
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,15 @@ from dcnet.formulas import nearest
 DEFAULT = "default"
 
 
-def _option(default: Any, explanation: str, *possible: str) -> Any:
-    """A field with what `--help` says about it, and the values it can take where they are few."""
-    return field(default=default, metadata={"help": explanation, "possible": possible})
+_COMPARED: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}
+
+
+Limit = float | None
+
+
+def _option(default: Any, explanation: str, *possible: str, low: Limit = None, above: Limit = None, high: Limit = None, below: Limit = None) -> Any:
+    """A field with what `--help` says about it, and the values it can take: by name where they are few, or its limits."""
+    return field(default=default, metadata={"help": explanation, "possible": possible, "limits": {"≥": low, ">": above, "≤": high, "<": below}})
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Recipe:
     """What is trained on what, and how. Every field is a flag of `dcnet train`."""
 
     data: str = _option("digits", "Data set: digits, mnist, fashion-mnist, cifar10, cifar100, or imagefolder:PATH.")
-    image_size: int | None = _option(None, "Size of the crops from an image folder (224 if not given).")
+    image_size: int | None = _option(None, "Size of the crops from an image folder (224 if not given).", low=8)
     model: str = _option("cnn9_narrow", "Network; dcnet.list_models() has their names.")
     magnitude: str | None = _option("tanh", "Magnitude function, with parameters as in seg:beta=0.2; none for the plain network.")
     angular: str = _option("cosine", "Angular function, with parameters as in sigmoid:k=learned.")
@@ -35,42 +43,49 @@ class Recipe:
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
     pretrained: str | None = _option(None, "Run folder whose weights to start from: same structure, plain or decoupled.")
 
-    epochs: float = _option(3.0, "Passes over the training images.")
-    steps: int | None = _option(None, "Steps of the optimiser, instead of epochs.")
-    batch: int = _option(128, "Images a step, over all devices.")
-    accumulate: int = _option(1, "Parts of a device's batch, gradients of which are added up.")
+    epochs: float = _option(3.0, "Passes over the training images.", above=0, below=1e9)
+    steps: int | None = _option(None, "Steps of the optimiser, instead of epochs.", low=1)
+    batch: int = _option(128, "Images a step, over all devices.", low=1)
+    accumulate: int = _option(1, "Parts of a device's batch, gradients of which are added up.", low=1)
     augment: str = _option("none", "Augmentation: none, crop, flip, or crop+flip.", *AUGMENTATIONS)
-    pad: int = _option(4, "Pixels of mirrored padding that crops come from.")
-    label_smoothing: float = _option(0.0, "Share of the target spread over all classes.")
+    pad: int = _option(4, "Pixels of mirrored padding that crops come from.", low=0)
+    label_smoothing: float = _option(0.0, "Share of the target spread over all classes.", low=0, below=1)
 
     optimizer: str = _option("adam", "Optimiser: adam or sgd.", "adam", "sgd")
-    lr: float = _option(1e-3, "Learning rate, the highest of the schedule.")
-    momentum: float = _option(0.9, "Momentum of SGD.")
+    lr: float = _option(1e-3, "Learning rate, the highest of the schedule.", above=0, below=1e100)
+    momentum: float = _option(0.9, "Momentum of SGD.", low=0, below=1)
     nesterov: bool = _option(False, "Nesterov's momentum.")
-    weight_decay: float = _option(0.0, "ℓ2 on all but unweighted decoupled kernels, radii and learned parameters.")
+    weight_decay: float = _option(0.0, "ℓ2 on all but unweighted decoupled kernels, radii and learned parameters.", low=0, below=1e100)
     decay_kernels: bool = _option(True, "Whether ordinary convolutions, such as the plain network's, decay.")
     decay_shortcuts: bool = _option(True, "Whether the shortcuts of residual networks decay.")
     schedule: str = _option("constant", "Learning rate: constant, step, plateau or onecycle.", "constant", "step", "plateau", "onecycle")
     milestones: tuple[float, ...] = _option((), "Where the step schedule multiplies by gamma, as fractions of the run: 0.5,0.75.")
-    gamma: float = _option(0.1, "Factor of the step and plateau schedules.")
-    patience: int = _option(5, "Epochs without a lower training loss before the plateau schedule multiplies by gamma.")
-    warmup: float = _option(0.25, "Fraction of the run in which the onecycle schedule rises.")
-    clip: float | None = _option(None, "Largest norm of the gradient.")
-    ema: float | None = _option(None, "Decay of an exponential moving average of the weights, which is then what is evaluated.")
+    gamma: float = _option(0.1, "Factor of the step and plateau schedules.", above=0, below=1e100)
+    patience: int = _option(5, "Epochs without a lower training loss before the plateau schedule multiplies by gamma.", low=1)
+    warmup: float = _option(0.25, "Fraction of the run in which the onecycle schedule rises.", low=0, below=1)
+    clip: float | None = _option(None, "Largest norm of the gradient.", above=0)
+    ema: float | None = _option(None, "Decay of an exponential moving average of the weights, which is then what is evaluated.", above=0, below=1)
 
-    projection: int = _option(0, "Project unweighted kernels to norm 1 every so many steps; 0 for never.")
+    projection: int = _option(0, "Project unweighted kernels to norm 1 every so many steps; 0 for never.", low=0)
     weighted_gradients: bool = _option(False, "Multiply the gradients of unweighted kernels by ‖w‖.")
-    orthogonality: float = _option(0.0, "Weight of the orthogonality penalty on unweighted kernels.")
+    orthogonality: float = _option(0.0, "Weight of the orthogonality penalty on unweighted kernels.", low=0, below=1e100)
     sync: bool = _option(False, "Take E{‖x‖} over the batches of all devices.")
+
+    adversarial: str = _option("none", "Adversarial training: none, fgsm, pgd or trades.", "none", "fgsm", "pgd", "trades")
+    adversarial_eps: float = _option(8 / 255, "Largest change of a pixel in adversarial training.", low=0, high=1)
+    adversarial_steps: int = _option(10, "Steps of pgd and trades.", low=1)
+    adversarial_step: float = _option(2 / 255, "Their size.", low=0, high=1)
+    adversarial_share: float = _option(1.0, "Share of adversarial images in the loss of fgsm and pgd; the rest is the images' own.", low=0, high=1)
+    trades_beta: float = _option(6.0, "Weight of the divergence in trades.", low=0)
 
     precision: str = _option("float32", "Arithmetic: float32, tf32, bf16 or fp16.", "float32", "tf32", "bf16", "fp16")
     channels_last: bool = _option(False, "Memory order of the images.")
     compile: bool = _option(False, "Run the network through torch.compile.")
     graphs: bool = _option(False, "Repeat the training step as a CUDA graph, on one GPU: no waiting for the host.")
     deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
-    seed: int = _option(0, "Of weights, order of the images, and augmentation.")
-    evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.")
-    save_every: int = _option(1000, "Steps between checkpoints, which are also written after every epoch.")
+    seed: int = _option(0, "Of weights, order of the images, and augmentation.", low=0, below=2**32)
+    evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.", low=0)
+    save_every: int = _option(1000, "Steps between checkpoints, which are also written after every epoch.", low=1)
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -87,37 +102,13 @@ class Recipe:
                 raise ValueError(f"recipe: {entry.name}={value!r} must be {' or '.join(getattr(k, '__name__', 'None') for k in kinds)}")
             if possible and ("none" if value is None else value) not in possible:
                 raise ValueError(f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: {', '.join(possible)}")
-        for name, least in (
-            ("batch", 1),
-            ("accumulate", 1),
-            ("patience", 1),
-            ("projection", 0),
-            ("evaluate_every", 0),
-            ("save_every", 1),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"recipe: {name}={getattr(self, name)} must be at least {least}")
-        for name in ("lr", "epochs", "gamma"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"recipe: {name}={getattr(self, name)} must be a number > 0")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"recipe: steps={self.steps} must be at least 1")
-        for name in ("weight_decay", "orthogonality", "momentum", "label_smoothing", "warmup"):
-            if not 0.0 <= getattr(self, name) < (float("inf") if name in ("weight_decay", "orthogonality") else 1.0):
-                raise ValueError(f"recipe: {name}={getattr(self, name)} is out of range")
-        if self.clip is not None and not self.clip > 0.0:
-            raise ValueError(f"recipe: clip={self.clip} must be > 0")
-        if self.ema is not None and not 0.0 < self.ema < 1.0:
-            raise ValueError(f"recipe: ema={self.ema} must be between 0 and 1")
+            limits = [(sign, limit) for sign, limit in entry.metadata["limits"].items() if limit is not None]
+            if value is not None and not all(_COMPARED[sign](value, limit) for sign, limit in limits):
+                raise ValueError(f"recipe: {entry.name}={value} must be {' and '.join(f'{sign} {limit:g}' for sign, limit in limits)}")
         if any(isinstance(m, bool) or not isinstance(m, int | float) for m in self.milestones):
             raise ValueError(f"recipe: milestones={self.milestones} must be numbers")
         if list(self.milestones) != sorted(self.milestones) or any(not 0.0 < m < 1.0 for m in self.milestones):
             raise ValueError(f"recipe: milestones={self.milestones} must be rising fractions between 0 and 1")
-        if self.seed >= 2**32:
-            raise ValueError(f"recipe: seed={self.seed} must be below 2³²")
-        if self.image_size is not None and self.image_size < 8:
-            raise ValueError(f"recipe: image_size={self.image_size} must be at least 8")
         plain, weighted = self.magnitude is None, self.weighting is not None
         decoupled = "is for decoupled layers, but magnitude=None asks for the plain network"
         for name, applies, why in (

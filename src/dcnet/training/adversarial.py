@@ -1,0 +1,66 @@
+"""Adversarial training: FGSM (the paper's), PGD (Madry et al., 2018), TRADES (Zhang et al., 2019)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcnet.robustness.gradient_attacks import within
+from dcnet.robustness.losses import Loss, cross_entropy, slope
+from dcnet.training.recipe import Recipe
+
+_NEAR = 1e-3  # deviation of the noise TRADES starts from: at the image itself its loss has no slope
+
+
+def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe) -> Tensor:
+    """Images within the recipe's ε, made on the model as it is evaluated: its statistics neither move nor mix the images of a batch."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        eps = recipe.adversarial_eps
+        loss: Loss = cross_entropy
+        if recipe.adversarial == "fgsm":
+            return _climb(model, images, images, labels, loss, eps, eps, 1)
+        if recipe.adversarial == "trades":
+            with torch.no_grad():
+                loss = _divergence_from(model(images))
+            start = within(images + _NEAR * torch.randn_like(images), images, eps, "linf")
+        else:
+            start = within(images + eps * (2.0 * torch.rand_like(images) - 1.0), images, eps, "linf")
+        return _climb(model, start, images, labels, loss, eps, recipe.adversarial_step, recipe.adversarial_steps)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _climb(model: nn.Module, start: Tensor, images: Tensor, labels: Tensor, loss: Loss, eps: float, step: float, steps: int) -> Tensor:
+    """Steps along the sign of the gradient. Without looking at what they achieve, so that a GPU need not be waited for."""
+    found = start
+    for _ in range(steps):
+        gradient, _ = slope(model, found, labels, loss)
+        found = within(found + step * gradient.sign(), images, eps, "linf")
+    return found
+
+
+def _divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """KL(clean‖·) of the predicted distributions, for each image (N,)."""
+    expected = clean.detach().float().log_softmax(1)
+    return lambda logits, labels: F.kl_div(logits.float().log_softmax(1), expected, reduction="none", log_target=True).sum(1)
+
+
+def adversarial_loss(net: Callable[[Tensor], Tensor], images: Tensor, changed: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The loss, summed over the images, and the logits that training accuracy is counted by: of the images themselves, where they are seen."""
+
+    def entropy(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=recipe.label_smoothing)
+
+    share = recipe.adversarial_share
+    if recipe.adversarial != "trades" and share == 1.0:
+        logits = net(changed)
+        return entropy(logits), logits
+    clean, attacked = net(torch.cat([images, changed])).chunk(2)  # together, as DistributedDataParallel wants it
+    if recipe.adversarial == "trades":
+        divergence = F.kl_div(attacked.float().log_softmax(1), clean.float().log_softmax(1), reduction="sum", log_target=True)
+        return entropy(clean) + recipe.trades_beta * divergence, clean
+    return (1.0 - share) * entropy(clean) + share * entropy(attacked), clean
