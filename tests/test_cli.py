@@ -1,5 +1,7 @@
 """The command line and the figures it draws."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -93,3 +95,28 @@ def test_every_field_is_a_flag():
     text = call("train", "--help").output
     for field in dataclasses.fields(dcnet.Recipe):
         assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_attack(tmp_path):
+    run = tmp_path / "run"
+    assert call("train", "--magnitude", "none", "--steps", "20", "--device", "cpu", "--run", str(run)).exit_code == 0
+    flags = ["--attacks", "fgsm,bim:steps=2", "--eps", "0.1", "--limit", "40", "--check-images", "10", "--device", "cpu"]
+    shown = call("attack", str(run), *flags)
+    assert shown.exit_code == 0, shown.output
+    assert "bim:iterations=2" in shown.output
+    assert "Check-up:" in shown.output
+    transfer = call("attack", str(run), "--attacks", "fgsm", "--from", str(run), "--limit", "20", "--no-check", "--device", "cpu", "--separate")
+    assert transfer.exit_code == 0, transfer.output
+    first, second = json.loads((run / "attacks.json").read_text())
+    assert (first["images"], first["eps"], len(first["attacks"])) == (40, 0.1, 2)
+    assert first["check-up"]["images"] == 10
+    assert (second["transfer"], second["cumulative"], second["from"]) == (True, False, str(run))
+    for arguments, message in [
+        (["--attacks", "fgms"], "unknown attack 'fgms'. Did you mean 'fgsm'"),
+        (["--eps", "8/0"], "eps='8/0' is no number"),
+        (["--eps", "-1"], "eps must be a finite number"),
+        (["--from", str(tmp_path)], "is not a run folder"),
+    ]:
+        result = call("attack", str(run), "--device", "cpu", *arguments)
+        assert result.exit_code == 1, result.output
+        assert message in " ".join(result.output.split())
