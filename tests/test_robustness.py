@@ -239,6 +239,19 @@ def test_evaluate(trained):
     assert predicted["labels"] == "predicted"
 
 
+def test_curves(trained):
+    model, images, labels = (trained[0], trained[1][:60], trained[2][:60])
+    by_eps = robustness.accuracy_by_eps(model, images, labels, (0.0, 0.1, 0.5), "pgd:steps=10")
+    assert by_eps[0]["accuracy"] == accuracy(model, images, labels)
+    assert by_eps[0]["accuracy"] > by_eps[1]["accuracy"] > by_eps[2]["accuracy"] == 0.0
+    by_steps = robustness.accuracy_by_steps(model, images, labels, (1, 10), "bim:step=0.01", eps=0.1)
+    assert by_steps[0]["accuracy"] > by_steps[1]["accuracy"]
+    with pytest.raises(ValueError, match="fgsm has no steps; possible: bim, pgd"):
+        robustness.accuracy_by_steps(model, images, labels, (1,), "fgsm")
+    with pytest.raises(ValueError, match="deepfool looks for the smallest change itself"):
+        robustness.accuracy_by_eps(model, images, labels, (0.1,), "deepfool")
+
+
 def test_parsing():
     assert parse_attack("pgd:steps=50:restarts=5").parameters == {"iterations": 50, "restarts": 5}
     assert parse_attack("bim:step=2/255").parameters["step"] == pytest.approx(2 / 255)
