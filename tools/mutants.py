@@ -197,6 +197,49 @@ MUTANTS = [
         "                activation = 0",
         "test_fused.py",
     ),
+    Mutant("data: shifts drawn for each rank", "data/resident.py", "shifts[mine]", "shifts[: mine.stop - mine.start]", "test_data.py"),
+    Mutant("data: mirrored with the edge twice", "data/resident.py", "2 * (self.size - 1) - at", "2 * self.size - 1 - at", "test_data.py"),
+    Mutant("data: the same order every epoch", "data/order.py", "(seed, _ORDER, epoch)", "(seed, _ORDER, 0)", "test_training.py"),
+    Mutant("training: plateaus forgotten", "training/job.py", 'self.schedule.load_state_dict(state["schedule"])', "pass", "test_training.py"),
+    Mutant("training: random state forgotten", "training/job.py", 'torch.set_rng_state(tensors["random/cpu"])', "pass", "test_training.py"),
+    Mutant(
+        "training: saved without looking",
+        "training/trainer.py",
+        "    _stop_if_not_finite(job, data, per_epoch)\n    job.save(run)",
+        "    job.save(run)",
+        "test_training.py",
+    ),
+    Mutant(
+        "training: moving averages disagree",
+        "training/job.py",
+        "            average_statistics_(self.ema.model)",
+        "            pass",
+        "test_training_distributed.py",
+    ),
+    Mutant(
+        "training: parts not weighed",
+        "training/job.py",
+        "recipe.label_smoothing) / size\n",
+        "recipe.label_smoothing) / len(their)\n",
+        "test_training.py",
+    ),
+    Mutant(
+        "robustness: out of the ball",
+        "robustness/gradient_attacks.py",
+        "torch.maximum(torch.minimum(found, images + eps), images - eps)",
+        "found",
+        "test_robustness.py",
+    ),
+    Mutant(
+        "robustness: downhill",
+        "robustness/gradient_attacks.py",
+        "images + sign * eps * gradient.sign()",
+        "images - sign * eps * gradient.sign()",
+        "test_robustness.py",
+    ),
+    Mutant(
+        "robustness: any boundary", "robustness/deepfool.py", "nearest = distance.argmin(1)", "nearest = distance.argmax(1)", "test_robustness.py"
+    ),
 ]
 
 

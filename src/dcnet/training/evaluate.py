@@ -26,7 +26,9 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, autocast: Any) -> Evaluation:
+def evaluate(
+    model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, autocast: Any, order: torch.memory_format = torch.contiguous_format
+) -> Evaluation:
     """The model on the test images, in evaluation mode; its mode is restored."""
     batch = 1000 if ranks.device.type == "cuda" else 200  # a CPU's cache is small
     modes = {module: module.training for module in model.modules()}
@@ -36,7 +38,7 @@ def evaluate(model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, aut
     loss = torch.zeros(1, dtype=torch.float64, device=ranks.device)
     for images, labels in data.test_batches(batch, ranks.rank, ranks.world):
         with autocast():
-            logits = model(images).float()
+            logits = model(images.contiguous(memory_format=order)).float()
         loss += F.cross_entropy(logits, labels, reduction="sum").double()
         right = (logits.argmax(1) == labels).double()
         counts[0] += torch.bincount(labels, minlength=classes)

@@ -123,11 +123,11 @@ def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, p
                 _save(job, run, data, per_epoch)
                 raise Interrupted(f"stopped at step {job.step} of {steps}")
         evaluation = _end_epoch(job, run, data, steps, per_epoch, progress)
-        started = time.perf_counter() - job.seconds  # writing and evaluating are in the seconds already
+        started = time.perf_counter() - job.seconds  # which have the evaluation, but not the writing
         if job.step < steps and _asked(interruption, ranks, True):
             raise Interrupted(f"stopped at step {job.step} of {steps}")
     if evaluation is None:  # the run had reached its end, but not its result
-        evaluation = evaluate(job.evaluated, data, ranks, job.autocast)
+        evaluation = evaluate(job.evaluated, data, ranks, job.autocast, job.order)
     if ranks.first:
         run.finish(_result(job, data, evaluation, per_epoch))
         progress.end(run)
@@ -156,7 +156,7 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
     epoch = job.step / per_epoch
     job.average_statistics()
     due = job.step == steps or (whole and recipe.evaluate_every and round(epoch) % recipe.evaluate_every == 0)
-    evaluation = evaluate(job.evaluated, data, ranks, job.autocast) if due else None
+    evaluation = evaluate(job.evaluated, data, ranks, job.autocast, job.order) if due else None
     if evaluation is not None and not math.isfinite(evaluation.loss):
         images, _ = next(iter(data.test_batches(200)))
         raise NonFiniteLoss(f"the loss on the test images is not finite after step {job.step}: {first_non_finite(job.evaluated.eval(), images)}")
