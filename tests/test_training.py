@@ -414,6 +414,17 @@ def test_what_cannot_be_trained_leaves_nothing_behind(tmp_path, options, message
     assert not (tmp_path / "run").exists()
 
 
+def test_tensorboard(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(ImportError, match=r"TensorBoard is not installed: pip install 'dcnet\[tensorboard\]'"):
+            dcnet.train(recipe(steps=1), tmp_path / "run", device="cpu", tensorboard=True)
+        assert not (tmp_path / "run").exists()
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    dcnet.train(recipe(steps=1), tmp_path / "run", device="cpu", tensorboard=True)
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
 def test_image_folder(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
     for part, count in (("train", 12), ("val", 4)):

@@ -177,7 +177,7 @@ def show_runs(found: list[Run]) -> None:
         if recipe.weighting is not None:
             operator += f", {recipe.weighting}"
         if result is not None:
-            numbers = [f"{result['parameters']:,}", f"{result['epochs']:g}", f"{result['accuracy']:.2f}%", f"{result['loss']:.4f}"]
+            numbers = [f"{result['parameters']:,}", f"{result['epochs']:.4g}", f"{result['accuracy']:.2f}%", f"{result['loss']:.4f}"]
             numbers.append(f"{result['seconds']:.1f}")
         else:
             last = (run.metrics or [{"epoch": 0, "seconds": 0}])[-1]

@@ -109,15 +109,21 @@ class Bars(Progress):
         self.rich.console.print(describe(entry), highlight=False)
 
 
+def summary_writer() -> Any:
+    """TensorBoard's writer; raises where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("TensorBoard is not installed: pip install 'dcnet[tensorboard]'") from error
+    return SummaryWriter
+
+
 class Board(Progress):
     """Another progress, and TensorBoard's files in the run folder."""
 
     def __init__(self, inner: Progress, run: Run) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("TensorBoard is not installed: pip install 'dcnet[tensorboard]'") from error
-        self.inner, self.writer = inner, SummaryWriter(str(run.folder / "tensorboard"))
+        writer = summary_writer()
+        self.inner, self.writer = inner, writer(str(run.folder / "tensorboard"))
         self.step, self.begin, self.end = inner.step, inner.begin, inner.end  # type: ignore[method-assign]
 
     def __enter__(self) -> "Progress":

@@ -13,7 +13,7 @@ from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.job import Job
-from dcnet.training.progress import Progress, Quiet, progress_for, showing_downloads
+from dcnet.training.progress import Progress, Quiet, progress_for, showing_downloads, summary_writer
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe
 from dcnet.training.run import Run, check_free, open_run
@@ -40,6 +40,8 @@ def train(
     with joined(device) as ranks, settings(recipe, ranks.device):
         where = Path(folder) if folder is not None else Path("runs") / recipe.title
         check_free(where, recipe)
+        if tensorboard:
+            summary_writer()  # an error now rather than later
         if (where / "result.json").is_file():
             return Run(where)
         # a recipe that cannot be trained leaves no folder behind
