@@ -177,6 +177,25 @@ def test_idx_files(tmp_path, monkeypatch):
     assert data.test.labels.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_only_what_is_missing_is_fetched(tmp_path, monkeypatch):
+    content = {"train-images-idx3-ubyte": b"images", "train-labels-idx1-ubyte": b"labels"}
+    sums = {f"MNIST/raw/{name}": hashlib.md5(data).hexdigest() for name, data in content.items()}
+    sources = tuple(official.Source(f"{name}.gz", "", ()) for name in content)
+    monkeypatch.setitem(official.OFFICIAL, "mnist", official.Official(sums, sources, lambda root: (squares().train, squares().test), ("0",)))
+    (tmp_path / "MNIST/raw").mkdir(parents=True)
+    (tmp_path / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b"images")
+    fetched = []
+
+    def fetch(addresses, target, md5, progress):
+        fetched.append(target.name)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(gzip.compress(content[target.stem]))
+
+    monkeypatch.setattr(official, "fetch", fetch)
+    load_data("mnist", tmp_path, download=True)
+    assert fetched == ["train-labels-idx1-ubyte.gz"]
+
+
 def squares(count: int = 30, size: int = 12, channels: int = 3) -> DataSet:
     images = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (count, channels, size, size), dtype=np.uint8))
     split = Split(images, torch.arange(count) % 10)

@@ -43,7 +43,10 @@ def load(name: str, root: Path, download: bool, progress: Progress | None = None
     known = OFFICIAL[name]
     wrong = {file: state for file, md5 in known.files.items() if (state := _state(root / file, md5)) is not None}
     if wrong and download:
+        names = {Path(file).name for file in wrong}
         for source in known.sources:
+            if not source.name.endswith(".tar.gz") and not names & {source.name, Path(source.name).stem}:
+                continue  # a file by itself, and in order
             target = root / ".downloads" / source.name
             fetch(source.addresses, target, source.md5, progress)
             unpack(target, root, known.files)
