@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from dcnet.robustness import ATTACKS, check_up, evaluate
 from dcnet.robustness.evaluate import parse_attack
 from dcnet.training import Run, joined, open_data
 from dcnet.training.checkpoint import write_atomically
+from dcnet.training.progress import showing
 
 FILE = "attacks.json"
 
@@ -52,7 +52,7 @@ def attack(
             model = found.model.to(ranks.device)
             other = None if source is None else Run(source).model.to(ranks.device)
             images, labels = data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
-            with _progress() as progress:
+            with showing(True) as progress:
                 options: dict[str, Any] = {"batch": batch, "cumulative": not separate, "predicted": predicted, "seed": seed}
                 result = evaluate(model, images, labels, attacks, number, source=other, progress=progress, **options)
             if check:
@@ -74,25 +74,6 @@ def parse_number(text: str) -> float:
         return float(over) / float(under) if slash else float(over)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"eps={text!r} is no number; possible: 0.03, 8/255") from None
-
-
-@contextmanager
-def _progress() -> Any:
-    """What shows how far an attack is, in a terminal."""
-    if not sys.stdout.isatty():
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress() as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total)
-            bars.update(tasks[name], completed=done)
-
-        yield show
 
 
 def _show(run: Path, result: dict[str, Any]) -> None:

@@ -141,15 +141,14 @@ class Board(Progress):
 
 
 @contextmanager
-def showing_downloads(shown: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """What tells a terminal how far a download is."""
+def showing(shown: bool, *columns: Any) -> Iterator[Callable[[str, int, int], None] | None]:
+    """What tells a terminal how far each of several things is: (name, done, in all); None where there is no terminal."""
     if not shown or not sys.stdout.isatty():
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Rich
 
-    with Rich(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bars:
+    with Rich(*columns) as bars:
         tasks: dict[str, Any] = {}
 
         def show(name: str, done: int, total: int) -> None:
@@ -158,6 +157,13 @@ def showing_downloads(shown: bool) -> Iterator[Callable[[str, int, int], None] |
             bars.update(tasks[name], completed=done)
 
         yield show
+
+
+def showing_downloads(shown: bool) -> Any:
+    """The same in bytes."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    return showing(shown, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
 def progress_for(run: Run, tensorboard: bool) -> Progress:
