@@ -170,7 +170,11 @@ MUTANTS = [
     ),
     Mutant("fused: variance as it is", "ops/fused/statistics.py", "(variance * unbiased - old)", "(variance - old)", "test_fused_training.py"),
     Mutant(
-        "fused: E detached", "ops/fused/call.py", "how.mean_parts, 1.0 / max(1, self.plan.count)", "how.mean_parts, 0.0", "test_fused_training.py"
+        "fused: E detached",
+        "ops/fused/call.py",
+        "how.mean_parts, 1.0 / max(1, self.norm_plan.count)",
+        "how.mean_parts, 0.0",
+        "test_fused_training.py",
     ),
     Mutant(
         "fused: the norms' gradient left out", "ops/fused/backward.py", "            if add:\n", "            if False:\n", "test_fused_training.py"

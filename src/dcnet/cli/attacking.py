@@ -14,7 +14,7 @@ from dcnet.circumstances import circumstances
 from dcnet.cli.training import DataRoot, Device, Download, fail
 from dcnet.data import Resident
 from dcnet.robustness import ATTACKS, check_up, evaluate
-from dcnet.robustness.evaluate import parse_attack
+from dcnet.robustness.evaluate import parse_attack, parse_number
 from dcnet.training import Run, joined, open_data
 from dcnet.training.checkpoint import write_atomically
 from dcnet.training.progress import showing
@@ -41,7 +41,7 @@ def attack(
 ) -> None:
     """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
     try:
-        number = parse_number(eps)
+        number = parse_eps(eps)
         for part in attacks.split(","):
             parse_attack(part)
         found = Run(run)
@@ -67,13 +67,12 @@ def attack(
     Console().print(f"added to {path}", highlight=False)
 
 
-def parse_number(text: str) -> float:
-    """A number, or a fraction such as 8/255."""
-    over, slash, under = text.partition("/")
+def parse_eps(text: str) -> float:
+    """ε as it is written on the command line."""
     try:
-        return float(over) / float(under) if slash else float(over)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"eps={text!r} is no number; possible: 0.03, 8/255") from None
+        return parse_number(text)
+    except ValueError as error:
+        raise ValueError(f"eps={error}") from None
 
 
 def _show(run: Path, result: dict[str, Any]) -> None:

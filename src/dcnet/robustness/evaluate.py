@@ -23,7 +23,7 @@ _SHORT = {"steps": "iterations"}
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack by name, with parameters; `source`: made on another model."""
+    """An attack by name, with parameters."""
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +48,15 @@ def parse_attack(text: str) -> Attack:
     return Attack(name, parameters)
 
 
+def parse_number(text: str) -> float:
+    """A number, or a fraction such as 8/255."""
+    over, slash, under = text.partition("/")
+    try:
+        return float(over) / float(under) if slash else float(over)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{text!r} is no number; possible: 0.03, 8/255") from None
+
+
 def _parsed(text: str, key: str, value: str, default: Any) -> Any:
     """The value in the type of the parameter's default; 2/255 is a number."""
     try:
@@ -56,9 +65,8 @@ def _parsed(text: str, key: str, value: str, default: Any) -> Any:
         if isinstance(default, int):
             return int(value)
         if isinstance(default, float) or default is None:
-            over, _, under = value.partition("/")
-            return float(over) / float(under or 1)
-    except (KeyError, ValueError, ZeroDivisionError):
+            return parse_number(value)
+    except (KeyError, ValueError):
         kind = "true or false" if isinstance(default, bool) else "a whole number" if isinstance(default, int) else "a number"
         raise ValueError(f"attack {text!r}: {key}={value} must be {kind}") from None
     return value

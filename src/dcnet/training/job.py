@@ -52,8 +52,8 @@ class Job:
         self.images = 0
         self.sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         # Also there: the number of the step, the first one whose loss was not finite, and from then on a 1 that stops the optimiser.
-        self.number = torch.zeros((), dtype=torch.int64, device=ranks.device)
-        self.bad = torch.full((), -1, dtype=torch.int64, device=ranks.device)
+        self.device_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
+        self.bad_step = torch.full((), -1, dtype=torch.int64, device=ranks.device)
         self.frozen = torch.zeros((), device=ranks.device)
         self.graph: Repeated | None = None
         self.eager_steps = 0
@@ -103,7 +103,7 @@ class Job:
             with torch.no_grad():
                 self.sums += torch.stack([loss.detach().double() * size, (logits.argmax(1) == their).sum().double()])
             if self.scaler.is_enabled():  # whose steps nothing else stops
-                loss = torch.where(self.bad >= 0, float("nan"), loss)
+                loss = torch.where(self.bad_step >= 0, float("nan"), loss)
             if recipe.orthogonality and last:
                 loss = loss + recipe.orthogonality * orthogonal_penalty(self.model)
             self.scaler.scale(loss).backward()
@@ -120,10 +120,10 @@ class Job:
         """From the first loss on that is not finite, the optimiser leaves the weights alone."""
         if self.ranks.world > 1:
             torch.distributed.all_reduce(loss)  # which is not finite if one of them is not
-        self.bad.copy_(torch.where(loss.isfinite() | (self.bad >= 0), self.bad, self.number))
-        self.number += 1
+        self.bad_step.copy_(torch.where(loss.isfinite() | (self.bad_step >= 0), self.bad_step, self.device_step))
+        self.device_step += 1
         if not self.scaler.is_enabled():  # which skips steps with gradients that are not finite by itself
-            self.frozen.copy_(self.bad >= 0)
+            self.frozen.copy_(self.bad_step >= 0)
             self.optimizer.found_inf = self.frozen  # type: ignore[attr-defined]
 
     @property
@@ -131,7 +131,7 @@ class Job:
         """The network that is evaluated: the moving average, if there is one."""
         return self.model if self.ema is None else self.ema.model
 
-    def epoch_sums(self) -> tuple[float, float]:
+    def epoch_means(self) -> tuple[float, float]:
         """Mean loss and accuracy in percent of the epoch so far, over all ranks."""
         loss, right = self.ranks.sum(self.sums.clone()).tolist()
         count = max(1, self.images * self.ranks.world)
@@ -207,7 +207,7 @@ class Job:
             torch.cuda.set_rng_state(tensors["random/cuda"], self.ranks.device)
         self.sums = (tensors["sums"] / self.ranks.world).to(self.ranks.device)
         self.images = state["images"] // self.ranks.world
-        self.number.fill_(self.step)
+        self.device_step.fill_(self.step)
 
 
 def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -238,16 +238,12 @@ def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The state of every parameter, by its number among all."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        f"{number}/{name}": value
-        for number, p in enumerate(parameters)
-        for name, value in optimizer.state.get(p, {}).items()
-        if isinstance(value, Tensor)
-    }
+    state = optimizer.state_dict()["state"]
+    return {f"{number}/{name}": value for number, values in state.items() for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Not by `load_state_dict`, which keeps the memory order they were saved in: fused optimisers want the parameters'."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in tensors.items():
         number, name = key.split("/")
@@ -270,7 +266,7 @@ def _start_from(model: nn.Module, folder: str) -> None:
 
 
 class _Average:
-    """An exponential moving average of a network, buffers included."""
+    """An exponential moving average of a network, buffers included. PyTorch's AveragedModel asks the device whether it is at its first step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()

@@ -14,11 +14,7 @@ from dcnet.data import AUGMENTATIONS
 from dcnet.formulas import nearest
 
 DEFAULT = "default"
-
-
 _COMPARED: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}
-
-
 Limit = float | None
 
 

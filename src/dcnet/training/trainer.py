@@ -152,7 +152,7 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
     """Evaluation, metrics, checkpoint."""
     _stop_if_not_finite(job, data, per_epoch)
     recipe, ranks, begun = job.recipe, job.ranks, time.perf_counter()
-    loss, accuracy = job.epoch_sums()
+    loss, accuracy = job.epoch_means()
     rate = recipe.lr * job.schedule.factor(job.step - 1)
     whole = job.step % per_epoch == 0
     epoch = job.step / per_epoch
@@ -178,7 +178,7 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
 
 
 def _stop_if_not_finite(job: Job, data: "Resident | ImageFolder", per_epoch: int) -> None:
-    bad = int(job.bad)
+    bad = int(job.bad_step)
     if bad < 0:
         return
     epoch, number = divmod(bad, per_epoch)

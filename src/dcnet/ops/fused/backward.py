@@ -68,8 +68,8 @@ def backward(
     if grad_weight is not None:
         memory.put(_GRAD_UNIT, like(grad_unit, weight))
         call.normalise_backward(memory)
-    mean_at = call.how.mean_at
-    of_mean = scratch[mean_at : mean_at + o.groups * call.how.mean_parts].clone() if o.mean_kind == GIVEN else None
+    mean_at = call.epilogue_plan.mean_at
+    of_mean = scratch[mean_at : mean_at + o.groups * call.epilogue_plan.mean_parts].clone() if o.mean_kind == GIVEN else None
     return Gradients(grad_x, products, grad_weight, of_vectors, of_mean, behind)
 
 
@@ -89,7 +89,7 @@ def _factor_backward(call: Call, t: Operands, w_norm: Tensor, of_vectors: Tensor
 
 def _over_ranks(call: Call, scratch: Tensor, vectors: Tensor) -> Tensor:
     """What every norm of every rank gets of the gradient of E{‖x‖}: (groups,)."""
-    how, groups = call.how, call.options.groups
+    how, groups = call.epilogue_plan, call.options.groups
     of_mean = scratch[how.mean_at : how.mean_at + groups * how.mean_parts].view(groups, -1).sum(1)
     if distributed():
         dist.all_reduce(of_mean)

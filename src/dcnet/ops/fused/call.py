@@ -50,14 +50,14 @@ class Call:
         self.options = o
         self.operator = operator_named(o.magnitude, o.angular, o.weighting)
         self.kernels, self.stride, self.has_output = dot.shape[1], dot.stride(), dot.numel() > 0
-        self.plan = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o.stride, o.padding, o.dilation, o.groups)
-        self.has_norms = self.plan.count > 0
+        self.norm_plan = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o.stride, o.padding, o.dilation, o.groups)
+        self.has_norms = self.norm_plan.count > 0
         there = (o.weighting in ("linear", "separate"), o.weighting == "joint", t.radius is not None, t.bias is not None)
         mean = o.mean_kind != NO_MEAN
-        self.how = Plan(dot.shape, dot.stride(), dot.dtype, dot.device, o.groups, self.operator, there, o.radius_kind, mean)
+        self.epilogue_plan = Plan(dot.shape, dot.stride(), dot.dtype, dot.device, o.groups, self.operator, there, o.radius_kind, mean)
         self.at = places(self.kernels, o.groups, o.mean_kind, o.follows, o.weighting)
         self.of_vectors = vector_places(t, o)
-        self.scratch = self.plan.scratch + 2 * self.how.programs * self.kernels
+        self.scratch = self.norm_plan.scratch + 2 * self.epilogue_plan.programs * self.kernels
         self.has = {name: tensor is not None for name, tensor in zip(Operands._fields, t, strict=True)}
         self._epilogues: dict[tuple[int, bool], list[Launcher]] = {}
         self._backwards: dict[tuple[bool, bool], Backward] = {}
@@ -74,9 +74,9 @@ class Call:
             o.eps,
             bool(o.weighting),
         )
-        squares, sums = (place("scratch"), 0), (place("scratch"), self.plan.squares)
-        self.squares = self.plan.squares_launcher([(place("x"), 0), squares])
-        self.box = self.plan.box_launcher([(place("norms"), 0), squares, sums], o.eps, o.mean_kind == OF_BATCH)
+        squares, sums = (place("scratch"), 0), (place("scratch"), self.norm_plan.squares)
+        self.squares = self.norm_plan.squares_launcher([(place("x"), 0), squares])
+        self.box = self.norm_plan.box_launcher([(place("norms"), 0), squares, sums], o.eps, o.mean_kind == OF_BATCH)
 
     def ordered(self, dot: Tensor) -> Tensor:
         """An output in the order that is expected."""
@@ -104,7 +104,7 @@ class Call:
         return found
 
     def _epilogue(self, track: int, moves: bool) -> list[Launcher]:
-        o, how, plan, scratch = self.options, self.how, self.plan, FORWARD.index("scratch")
+        o, how, plan, scratch = self.options, self.epilogue_plan, self.norm_plan, FORWARD.index("scratch")
         names = ("residual", "radius", "bias", "learned", "slope", "gamma", "beta", "running_mean", "running_var")
         table = [(FORWARD.index(name), 0) for name in ("dot", "norms", "out")]
         table += [self._operand(FORWARD, name) for name in names]
@@ -135,7 +135,7 @@ class Call:
         return found
 
     def _backward(self, residual: bool, add: bool) -> Backward:
-        o, how, back = self.options, self.how, BACKWARD.index
+        o, how, back = self.options, self.epilogue_plan, BACKWARD.index
         scratch, activation, follows, slope = back("scratch"), o.activation, o.follows != ALONE, o.activation == 2
         dot, sums = (back("dot"), 0), (scratch, how.sums_at)
         of_norm = (back("of_vectors"), self.of_vectors.beta.start)
@@ -158,17 +158,17 @@ class Call:
         of_norms, products = (scratch, how.norms_at), (scratch, how.scratch) if add else (back("products"), 0)
         of_mean, parts, share = of_norms, 0, 0.0
         if o.mean_kind == OF_BATCH:
-            of_mean, parts, share = (scratch, how.mean_at), how.mean_parts, 1.0 / max(1, self.plan.count)
+            of_mean, parts, share = (scratch, how.mean_at), how.mean_parts, 1.0 / max(1, self.norm_plan.count)
         elif o.mean_kind == OF_RANKS:
             of_mean, parts, share = (back("of_mean"), 0), 1, 1.0
-        box = self.plan.box_gradient_launcher([(back("norms"), 0), of_norms, of_mean, products], how.kernel_blocks, parts, share)
-        product = self.plan.product_launcher([(back("grad_x"), 0), (back("x"), 0), products])
-        return Backward(epilogue, box, product, how.scratch + (self.plan.squares if add else 0))
+        box = self.norm_plan.box_gradient_launcher([(back("norms"), 0), of_norms, of_mean, products], how.kernel_blocks, parts, share)
+        product = self.norm_plan.product_launcher([(back("grad_x"), 0), (back("x"), 0), products])
+        return Backward(epilogue, box, product, how.scratch + (self.norm_plan.squares if add else 0))
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """The shape of what multiplies x in the gradient: x's, with groups for channels."""
-        return (self.plan.shape[0], self.options.groups, *self.plan.shape[2:])
+        return (self.norm_plan.shape[0], self.options.groups, *self.norm_plan.shape[2:])
 
 
 _CALLS: dict[Any, Call] = {}

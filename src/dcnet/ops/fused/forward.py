@@ -30,7 +30,7 @@ def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tup
         batches = torch.zeros((), dtype=torch.int64, device=device)
 
     vectors = torch.empty(call.at.size, dtype=single, device=device)
-    norms = torch.empty(call.plan.output, dtype=single, device=device)
+    norms = torch.empty(call.norm_plan.output, dtype=single, device=device)
     scratch = torch.empty(call.scratch, dtype=single, device=device)
     unit = torch.empty_like(t.weight, dtype=x.dtype)
     memory = Memory([*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, None, None])
@@ -43,7 +43,7 @@ def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tup
     memory.put(_DOT, dot)
     memory.put(_OUT, out)
     if o.mean_kind == OF_RANKS:
-        _mean_over_ranks(norms, vectors[call.at.mean : call.at.mean + o.groups + 1], call.plan.count, tracked)
+        _mean_over_ranks(norms, vectors[call.at.mean : call.at.mean + o.groups + 1], call.norm_plan.count, tracked)
     if o.weighting == "separate":
         h = call.operator.magnitude_one(vectors[: call.kernels], *rho_and_learned(call, t))[0]
         torch.mul(h, call.operator.magnitude.value("alpha", 1.0), out=vectors[call.at.factor : call.at.factor + call.kernels])
