@@ -111,6 +111,15 @@ def test_command_line(tmp_path):
     result = CliRunner().invoke(app, ["bench", "--render", "--out", str(path)])
     assert result.exit_code == 0
     assert "| ours |" in result.output
+    result = CliRunner().invoke(app, ["bench", "--render", "--out", str(path), "--what", "networks"])
+    assert "| ours |" not in result.output
+    result = CliRunner().invoke(app, ["bench", "--cpu", "--match", "cnn99"])
+    assert result.exit_code == 2
+    assert "nothing to measure has 'cnn99' in its line; there are cnn9_narrow, 32→32" in " ".join(result.output.replace("│", " ").split())
+    one = "128→128, 3×3/1, 8×8, forward, batch 16, float32, ours tanh + cosine"
+    measured = CliRunner().invoke(app, ["bench", "--cpu", "--match", one, "--out", str(tmp_path / "one.csv")])
+    assert measured.exit_code == 0, measured.output
+    assert {row["operator"] for row in read(tmp_path / "one.csv")} == {"", "tanh + cosine"}
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="expected what, name"):
         read(path)

@@ -342,6 +342,27 @@ def test_a_graph_is_its_steps(tmp_path, options):
     assert runs[0].metrics[-1]["lr"] == runs[1].metrics[-1]["lr"]
 
 
+def test_penultimate_activation(tmp_path):
+    options = {"magnitude": None, "steps": 1}
+    features = [
+        dcnet.train(recipe(penultimate_activation=on, **options), tmp_path / str(on), quiet=True).model.features(torch.rand(8, 1, 8, 8))
+        for on in (True, False)
+    ]
+    assert features[0].min() >= 0 > features[1].min()
+    with pytest.raises(ValueError, match="resnet32 has no penultimate layer"):
+        dcnet.train(recipe(penultimate_activation=True, model="resnet32"), tmp_path / "none", quiet=True)
+
+
+def test_a_checkpoint_from_before_a_field_was_added(tmp_path):
+    """Goes on, with the field's default."""
+    whole = dcnet.train(recipe(steps=4), tmp_path / "whole", quiet=True)
+    tensors, state = load_checkpoint(whole.checkpoint)
+    del state["recipe"]["penultimate_activation"]
+    save_checkpoint(whole.checkpoint, tensors, state)
+    (whole.folder / "result.json").unlink()
+    assert dcnet.train(recipe(steps=4), tmp_path / "whole", quiet=True).result["steps"] == 4
+
+
 def test_pretrained_start(tmp_path):
     """Plain to decoupled, decoupled to another operator; the same structure."""
     plain = train(tmp_path / "plain", magnitude=None, epochs=1.0)

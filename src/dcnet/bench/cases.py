@@ -31,6 +31,11 @@ class Case:
     provider: str
 
     @property
+    def title(self) -> str:
+        """One line that tells it from all others."""
+        return f"{self.name}, {self.mode}, batch {self.batch}, {self.dtype}, {self.provider}{f' {self.operator}' if self.operator else ''}"
+
+    @property
     def plain(self) -> "Case":
         """The plain twin, compiled where this is."""
         return replace(self, operator="", provider="plain compiled" if self.provider.endswith("compiled") else "plain")

@@ -41,7 +41,7 @@ def run(
     missing = []
     for case in dict.fromkeys(wanted):
         if _key(_row(case) | here) in done:
-            progress(f"{_title(case)}: known")
+            progress(f"{case.title}: known")
         else:
             missing.append(case)
     for cases in _together(missing, device):
@@ -58,7 +58,7 @@ def run(
             ]
             _append(path, new)
             rows += new
-            progress(f"{_title(case)}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}")
+            progress(f"{case.title}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}")
     return rows
 
 
@@ -87,7 +87,3 @@ def _append(path: Path, rows: list[Row]) -> None:
 
 def _key(row: Row) -> tuple[str, ...]:
     return tuple(row[name] for name in (*CASE, "device", "torch", "triton", "commit"))
-
-
-def _title(case: Case) -> str:
-    return f"{case.name}, {case.mode}, batch {case.batch}, {case.dtype}, {case.provider}{f' {case.operator}' if case.operator else ''}"

@@ -18,6 +18,7 @@ from dcnet.robustness.evaluate import parse_attack, parse_number
 from dcnet.training import Run, joined, open_data
 from dcnet.training.checkpoint import write_atomically
 from dcnet.training.progress import showing
+from dcnet.training.settings import tf32
 
 FILE = "attacks.json"
 
@@ -45,7 +46,7 @@ def attack(
         for part in attacks.split(","):
             parse_attack(part)
         found = Run(run)
-        with joined(device) as ranks, torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
+        with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
             data = open_data(found.recipe, ranks, data_root, download)
             if not isinstance(data, Resident):
                 raise ValueError(f"{found.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it")

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +16,7 @@ from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
 from dcnet.training.ranks import Ranks
-from dcnet.training.recipe import Recipe
+from dcnet.training.recipe import Recipe, change
 from dcnet.training.run import Run, build_model
 from dcnet.training.schedule import Schedule
 from dcnet.training.settings import autocast_of
@@ -191,7 +190,7 @@ class Job:
     def restore(self, run: Run) -> None:
         """Goes on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
-        if state["recipe"] != json.loads(json.dumps(asdict(self.recipe))) or state["shape"] != self.shape:
+        if change(Recipe(), **state["recipe"]) != self.recipe or state["shape"] != self.shape:
             raise ValueError(f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again")
         self.model.load_state_dict(without_prefix("model/", tensors))
         _load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))

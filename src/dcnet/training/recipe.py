@@ -36,6 +36,7 @@ class Recipe:
     radius: str = _option("learned", "Operator radius: learned, or a number.")
     norm: str | None = _option(DEFAULT, "Normalisation: batch, none, or default for what the network has.", "batch", "none", DEFAULT)
     activation: str | None = _option(DEFAULT, "Activation: relu, prelu, none, or default.", "relu", "prelu", "none", DEFAULT)
+    penultimate_activation: bool = _option(False, "Activation also after the last fully connected layer before the classifier (cnn9, cnn9_narrow).")
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
     pretrained: str | None = _option(None, "Run folder whose weights to start from: same structure, plain or decoupled.")
 
@@ -143,7 +144,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     | {"milestones": (200 / 700, 375 / 700, 550 / 700), "decay_shortcuts": False, "save_every": 5000},
     "paper-adversarial": {"data": "cifar10", "model": "cnn9_narrow", "augment": "crop+flip", "schedule": "plateau", "epochs": 100.0},
     "fast-cifar": {"data": "cifar10", "model": "cnn9", "augment": "crop+flip", "optimizer": "sgd", "nesterov": True, "lr": 0.4, "batch": 512}
-    | {"epochs": 15.0, "schedule": "onecycle", "weight_decay": 5e-4, "label_smoothing": 0.1, "precision": "bf16", "channels_last": True}
+    | {"epochs": 20.0, "schedule": "onecycle", "weight_decay": 5e-4, "label_smoothing": 0.1, "precision": "bf16", "channels_last": True}
     | {"evaluate_every": 0, "graphs": True},
     "demo": {"data": "digits", "model": "cnn9_narrow", "norm": "batch", "epochs": 8.0, "batch": 64, "lr": 2e-3, "schedule": "onecycle"}
     | {"augment": "crop", "pad": 1},

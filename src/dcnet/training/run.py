@@ -24,6 +24,8 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
         options = {"weighting": recipe.weighting, "sync": recipe.sync}
         if radius != "learned":
             options["radius"] = radius
+    if recipe.penultimate_activation:
+        options["penultimate_activation"] = True
     named: dict[str, Any] = {name: None if value == "none" else value for name, value in (("norm", recipe.norm), ("activation", recipe.activation))}
     return create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
 

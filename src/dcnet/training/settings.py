@@ -19,22 +19,32 @@ def autocast_of(recipe: Recipe, device: torch.device) -> Callable[[], AbstractCo
 
 
 @contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Whether a GPU may round float32 factors to TF32's 10 bits; for convolutions PyTorch allows it unless told otherwise."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = (matmul.allow_tf32, cudnn.allow_tf32)
+    matmul.allow_tf32 = cudnn.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
 def settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """TF32, determinism, and the seed of PyTorch's generators."""
     cuda = device.type == "cuda"
-    tf32, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
-    before = (tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic)
+    cudnn = torch.backends.cudnn
+    before = (cudnn.benchmark, cudnn.deterministic)
     deterministic = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    wants = recipe.precision != "float32"
-    torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = wants
     cudnn.benchmark, cudnn.deterministic = cuda and not recipe.deterministic, recipe.deterministic
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS is not
         torch.use_deterministic_algorithms(True)
     try:
-        with torch.random.fork_rng(devices=[device] if cuda else []):
+        with tf32(recipe.precision != "float32"), torch.random.fork_rng(devices=[device] if cuda else []):
             torch.manual_seed(recipe.seed)
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = before
+        cudnn.benchmark, cudnn.deterministic = before
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])

@@ -1,0 +1,52 @@
+"""`dcnet bench`: what decoupling costs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dcnet.formulas import nearest
+
+
+def bench(
+    out: Annotated[Path, typer.Option("--out", "-o", help="CSV of the records; what it has is not measured again.")] = Path("bench.csv"),
+    what: Annotated[str, typer.Option(help="What to measure: all, networks or layers.")] = "all",
+    match: Annotated[str, typer.Option(help="Only what has this in its line, such as cnn9 or float32.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Only the figures of the README.")] = False,
+    repeats: Annotated[int, typer.Option(min=3, help="How often each is timed.")] = 20,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU even if there is a GPU.")] = False,
+    commit: Annotated[str | None, typer.Option(help="The commit to put into the records, where the source is no repository.")] = None,
+    render: Annotated[bool, typer.Option("--render", help="Measure nothing: only make the table of what is there.")] = False,
+    into: Annotated[Path | None, typer.Option(help="Put the table into this file, between its marks.")] = None,
+) -> None:
+    """Measure what decoupling costs, as a ratio to the plain network in the same run."""
+    import torch
+
+    from dcnet import bench as benchmarks
+    from dcnet.bench.records import read
+
+    if what not in (kinds := ("all", "networks", "layers")):
+        raise typer.BadParameter(f"unknown {what!r}.{nearest(what, kinds)} Possible: {', '.join(kinds)}", param_hint="--what")
+    if render:
+        if not out.exists():
+            raise typer.BadParameter(f"{out} does not exist", param_hint="--out")
+        rows = read(out)
+    else:
+        cuda = torch.cuda.is_available() and not cpu
+        console = Console()
+        if not cuda:
+            console.print("no GPU: small shapes on the CPU" if not cpu else "on the CPU: small shapes", highlight=False)
+        device = torch.device("cuda" if cuda else "cpu")
+        possible = list(benchmarks.cases(cuda, what, quick))
+        # with their plain twins, which they are ratios to
+        wanted = [case for chosen in possible if match in chosen.title for case in (chosen.plain, chosen)]
+        if not wanted:
+            names = ", ".join(dict.fromkeys(case.name for case in possible))
+            raise typer.BadParameter(f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match")
+        rows = benchmarks.run(wanted, out, device, repeats, lambda line: console.print(line, highlight=False), commit)
+    table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")])
+    if into is None:
+        typer.echo(table)
+    else:
+        benchmarks.render_into(into, table)
