@@ -1,4 +1,4 @@
-"""Trains a plain network and three decoupled ones on handwritten digits, and draws the curves of all operators."""
+"""Trains a plain network and three decoupled ones on handwritten digits, attacks them, and writes a report."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rich.table import Table
 
 import dcnet
 from dcnet.data import load_data
-from dcnet.figures import draw_functions
+from dcnet.report import write_report
 
 OPERATORS = {"plain CNN": None, "SphereConv": ("sphere", "cosine"), "TanhConv": ("tanh", "cosine"), "SegConv": ("seg", "square_cosine")}
 
@@ -15,9 +15,8 @@ EPS = 0.1  # of FGSM, in units where pixels go from 0 to 1
 
 console = Console()
 test = load_data("digits").test
+images = test.images / 255.0
 folder = Path("runs/demo")
-folder.mkdir(parents=True, exist_ok=True)
-draw_functions().savefig(folder / "functions.png", dpi=150)
 
 table = Table(title="Handwritten digits: cnn9_narrow with BatchNorm")
 for column in ("network", "accuracy", "under FGSM", "parameters", "seconds"):
@@ -30,11 +29,16 @@ for name, operator in OPERATORS.items():
     runs.append(run.folder)
     result = run.result
     console.print(f"accuracy {result['accuracy']:.2f}% after {result['epochs']:g} epochs", highlight=False)
-    attacked = dcnet.robustness.evaluate(run.model, test.images / 255.0, test.labels, "fgsm", eps=EPS)["attacks"][0]["accuracy"]
+    if not run.attacks:
+        found = dcnet.robustness.evaluate(run.model, images, test.labels, "fgsm,pgd", eps=EPS)
+        check_up = dcnet.robustness.check_up(run.model, images[:50], test.labels[:50], EPS, queries=100)
+        run.add_attack({**found, "check-up": check_up, "from": None, "bf16": False})
+    attacked = run.attacks[-1]["attacks"][0]["accuracy"]
     numbers = [f"{result['accuracy']:.2f}%", f"{attacked:.2f}%", f"{result['parameters']:,}", f"{result['seconds']:.1f}"]
     table.add_row(name if operator is None else f"{name}, {angular}", *numbers)
 console.print(table)
+report = write_report(runs, folder / "report")
 console.print(f"Run folders: {', '.join(str(run) for run in runs)}", highlight=False)
-console.print(f"FGSM: every pixel changed by up to {EPS}. `dcnet attack` says more, and whether to believe it.", highlight=False)
-console.print(f"The curves of all magnitude and angular functions: {folder / 'functions.png'}", highlight=False)
+console.print(f"FGSM: every pixel changed by up to {EPS}. PGD, a check-up and examples are in the report.", highlight=False)
+console.print(f"A report with curves, kernels, angles, attacks and whether to believe them: {report}", highlight=False)
 console.print("A trained network again: dcnet evaluate runs/demo/tanhconv; in Python: dcnet.load('runs/demo/tanhconv')", highlight=False)

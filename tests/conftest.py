@@ -19,9 +19,12 @@ settings.register_profile("dcnet", deadline=None, derandomize=True)
 settings.load_profile("dcnet")
 
 
+torch.set_num_threads(1)  # two pytest workers share two cores, and fixtures of a whole module come before those of its tests
+
+
 @pytest.fixture(autouse=True)
 def seeded():
-    torch.set_num_threads(1)  # two pytest workers share two cores
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()  # all layers share one forward, which torch.compile specialises a limited number of times

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dcnet
+from dcnet.data import load_data
 
 ANGULARS = [*dcnet.angulars(), "sigmoid:k=learned", "power_cosine:p=1.5"]
 OPERATORS = [
@@ -170,3 +171,16 @@ def in_two_processes(worker):
         results = manager.dict()
         mp.spawn(worker, (port, results), nprocs=2)
         return copy.deepcopy(dict(results))
+
+
+def attack_briefly(run: dcnet.training.Run) -> None:
+    """Adds what `dcnet attack` adds to a run of digits, in a second."""
+    test = load_data("digits").test
+    model = run.model
+    with torch.no_grad():
+        right = (model(test.images / 255.0).argmax(1) == test.labels).nonzero().squeeze(1)[:10]
+    assert len(right) > 5
+    images, labels = test.images[right] / 255.0, test.labels[right]
+    result = dcnet.robustness.evaluate(model, images, labels, "fgsm,deepfool:iterations=10,deepfool:norm=linf:iterations=10", eps=0.1)
+    result["check-up"] = dcnet.robustness.check_up(model, images[:5], labels[:5], 0.1, iterations=2, queries=3)
+    run.add_attack({**result, "from": None, "bf16": False})

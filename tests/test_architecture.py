@@ -20,10 +20,16 @@ ALLOWED = {
     "models": {"formulas", "ops", "layers"},
     "data": {"formulas"},
     "training": {"version", "circumstances", "formulas", "ops", "layers", "models", "data", "robustness"},
-    "figures": {"formulas"},
+    "inspection": {"ops", "layers", "models", "data", "robustness", "training"},
+    "figures": {"formulas", "ops", "inspection", "training"},
+    "explorer": {"formulas", "ops", "layers"},
+    "report": {"version", "data", "training", "inspection", "figures"},
     "robustness": {"formulas"},
     "bench": {"circumstances", "formulas", "ops", "layers", "models"},
-    "cli": {"circumstances", "formulas", "ops", "layers", "models", "data", "training", "robustness", "figures", "bench", ""},
+    "cli": {
+        *("circumstances", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
+        *("inspection", "figures", "report", "explorer", "bench", ""),
+    },
     "__main__": {"cli"},
     "": {"formulas", "ops", "layers", "models", "training", "robustness", "version"},  # dcnet/__init__.py
 }

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import dcnet
 from dcnet.cli import app
-from dcnet.figures import draw_functions
+from dcnet.figures import make_figure
 
 
 def call(*arguments):
@@ -31,10 +31,10 @@ def test_figure(tmp_path, ending):
 
 def test_figure_errors(tmp_path):
     result = call("figure", "functons")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "Did you mean 'functions'" in result.output
     result = call("figure", "functions", "--out", str(tmp_path / "curves.bmp"))
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "possible: .png, .svg, .pdf" in result.output
 
 
@@ -44,7 +44,7 @@ def test_a_users_formula_is_drawn_and_listed(catalogue):
         """half of cos θ"""
         return 0.5 * c, 0.5
 
-    left, right = draw_functions().axes
+    left, right = make_figure("functions").axes
     assert [line.get_label() for line in left.lines] == list(dcnet.magnitudes())
     assert [line.get_label() for line in right.lines][-1] == "mine"
     assert right.lines[-1].get_ydata()[0] == pytest.approx(0.5)

@@ -1,16 +1,12 @@
 """The command line: `dcnet COMMAND`, also `python -m dcnet COMMAND`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 import dcnet
-from dcnet.cli import attacking, benching, training
-from dcnet.formulas import nearest
-
-FIGURES = ("functions",)
+from dcnet.cli import attacking, benching, drawing, exploring, training
 
 
 def _catalogue() -> str:
@@ -28,29 +24,14 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
         raise typer.Exit
 
 
-@app.command()
-def figure(
-    name: Annotated[str, typer.Argument(help=f"Which figure: {', '.join(FIGURES)}.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
-) -> None:
-    """Draw a figure into a file."""
-    if name not in FIGURES:
-        raise typer.BadParameter(f"unknown figure {name!r}.{nearest(name, FIGURES)} Known: {', '.join(FIGURES)}", param_hint="NAME")
-    from dcnet.figures import draw_functions
-
-    path = out or Path(f"{name}.png")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise typer.BadParameter(f"{path} ends in {path.suffix!r}; possible: .png, .svg, .pdf", param_hint="--out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw_functions().savefig(path, dpi=150)
-    Console().print(f"{path} written")
-
-
 app.command(no_args_is_help=True)(training.with_recipe_flags(training.train))
 app.command()(training.evaluate)
 app.command()(training.runs)
 app.command()(attacking.attack)
 app.command()(benching.bench)
+app.command(no_args_is_help=True)(drawing.figure)
+app.command(no_args_is_help=True)(drawing.report)
+app.command()(exploring.explore)
 
 
 def main() -> None:

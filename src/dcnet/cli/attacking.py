@@ -1,6 +1,5 @@
 """`dcnet attack`: accuracy of a trained network under attack, and whether it can be believed."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +15,8 @@ from dcnet.data import Resident
 from dcnet.robustness import ATTACKS, check_up, evaluate
 from dcnet.robustness.evaluate import parse_attack, parse_number
 from dcnet.training import Run, joined, open_data
-from dcnet.training.checkpoint import write_atomically
 from dcnet.training.progress import showing
 from dcnet.training.settings import tf32
-
-FILE = "attacks.json"
 
 
 def attack(
@@ -61,9 +57,7 @@ def attack(
         result |= {"from": None if source is None else str(source), "bf16": bf16, **circumstances(ranks.device)}
     except (ValueError, FileNotFoundError, ImportError) as error:
         fail(error)
-    path = run / FILE
-    before = json.loads(path.read_text()) if path.is_file() else []
-    write_atomically(path, (json.dumps([*before, result], ensure_ascii=False) + "\n").encode())
+    path = found.add_attack(result)
     _show(run, result)
     Console().print(f"added to {path}", highlight=False)
 

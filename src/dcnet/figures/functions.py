@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcnet.figures.style import COLOURS, STYLES, new_figure, theta_ticks
 from dcnet.formulas import Formula, angulars, choose, magnitudes
-
-# Okabe and Ito's colours: distinct for the colour-blind; the line styles keep them apart in grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
-STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
 
 
 def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: float) -> None:
@@ -36,17 +33,14 @@ def draw_angulars(axis: Any) -> None:
     theta = torch.linspace(0.0, torch.pi, 301, dtype=torch.float64)
     _draw(axis, list(angulars().values()), theta, theta.cos(), 1.0)
     axis.set(xlabel="θ", ylabel="g(θ)", title="Angular functions", xlim=(0.0, torch.pi))
-    axis.set_xticks([0.0, torch.pi / 4, torch.pi / 2, 3 * torch.pi / 4, torch.pi], ["0", "π/4", "π/2", "3π/4", "π"])
+    theta_ticks(axis)
     axis.legend(frameon=False)
     axis.grid(alpha=0.25)
 
 
-def draw_functions() -> Any:
+def functions_figure() -> Any:
     """A figure with both catalogues side by side."""
-    from matplotlib.figure import Figure  # takes a second to import
-
-    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
     draw_magnitudes(left)
     draw_angulars(right)
     return figure

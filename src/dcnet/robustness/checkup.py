@@ -72,7 +72,14 @@ def check_up(
     blind = found["square"] = accuracy("square")
     add("black box", blind >= white - BLIND, f"Square, which sees no gradients, leaves {blind:.1f}%, PGD {white:.1f}%")
 
-    curve = {size: accuracy("pgd", size) for size in sorted({eps, 2 * eps, 4 * eps, 0.25, 0.5, 1.0} - {0.0})}
+    found["steps"] = [
+        {"steps": count, "accuracy": accuracy("pgd", iterations=count)} for count in sorted({1, max(1, iterations // 4)} - {iterations})
+    ]
+    found["steps"] += [{"steps": iterations, "accuracy": white}, {"steps": 5 * iterations, "accuracy": strong}]
+    curve: dict[float, float] = {}
+    for size in sorted({eps / 4, eps / 2, eps, 2 * eps, 4 * eps, 0.25, 0.5, 1.0} - {0.0}):
+        if size <= 1.0 and (not curve or min(curve.values()) > 0.0):  # nothing is left to lose beyond
+            curve[size] = white if size == eps else accuracy("pgd", size)
     found["curve"] = [{"eps": size, "accuracy": value} for size, value in curve.items()]
     least = min(curve.values())
     add("growing ε", least <= LEFT, f"with ε growing to 1, where any image is allowed, PGD leaves {least:.1f}%")

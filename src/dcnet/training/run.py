@@ -1,4 +1,4 @@
-"""A run folder: recipe.json, metrics.jsonl, checkpoint.safetensors, result.json. Every other command reads such a folder and nothing else."""
+"""A run folder: recipe, metrics, checkpoint, result, attacks. Every other command reads such a folder and nothing else."""
 
 import json
 import os
@@ -80,6 +80,18 @@ class Run:
 
     def finish(self, result: dict[str, Any]) -> None:
         write_atomically(self.folder / "result.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+
+    @property
+    def attacks(self) -> list[dict[str, Any]]:
+        """What `dcnet attack` found, one entry a call."""
+        path = self.folder / "attacks.json"
+        return json.loads(path.read_text()) if path.is_file() else []
+
+    def add_attack(self, result: dict[str, Any]) -> Path:
+        """Adds what an attack found; gives the file."""
+        path = self.folder / "attacks.json"
+        write_atomically(path, (json.dumps([*self.attacks, result], ensure_ascii=False) + "\n").encode())
+        return path
 
     @property
     def shape(self) -> dict[str, int]:

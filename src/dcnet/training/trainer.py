@@ -13,6 +13,7 @@ from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.job import Job
+from dcnet.training.learned import learned_quantiles
 from dcnet.training.progress import Progress, Quiet, progress_for, showing_downloads, summary_writer
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe
@@ -166,9 +167,12 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
         job.schedule.epoch_ended(loss)
     job.epoch_ended()
     job.seconds += time.perf_counter() - begun
-    entry = {"epoch": round(epoch, 4), "step": job.step, "lr": rate, "train_loss": loss, "train_accuracy": accuracy}
+    entry: dict[str, Any] = {"epoch": round(epoch, 4), "step": job.step, "lr": rate, "train_loss": loss, "train_accuracy": accuracy}
     if evaluation is not None:
         entry |= {"test_loss": evaluation.loss, "test_accuracy": evaluation.accuracy}
+    learned = learned_quantiles(job.evaluated)
+    if learned:
+        entry["learned"] = learned
     entry["seconds"] = round(job.seconds, 3)
     if ranks.first:
         run.add_metrics(entry)

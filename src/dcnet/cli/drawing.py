@@ -1,0 +1,50 @@
+"""`dcnet figure` and `dcnet report`: pictures of operators and of runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dcnet.cli.training import DataRoot, fail
+from dcnet.figures import FIGURES, make_figure
+
+FORMATS = (".png", ".svg", ".pdf")
+_LIST = "\n\n".join(f"- {name}: {kind.shows}" for name, kind in FIGURES.items())
+
+
+def figure(
+    name: Annotated[str, typer.Argument(help=f"Which figure: {', '.join(FIGURES)}.")],
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
+    dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 150,
+    data_root: DataRoot = Path("data"),
+) -> None:
+    path = out or Path(f"{name}.png")
+    try:
+        if path.suffix not in FORMATS:
+            raise ValueError(f"{path} ends in {path.suffix!r}; possible: {', '.join(FORMATS)}")
+        drawn = make_figure(name, runs or [], data_root)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=dpi)
+    except (ValueError, OSError) as error:
+        fail(error)
+    Console().print(f"{path} written")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write index.html into, or a file ending in .html.")] = Path("report"),
+    data_root: DataRoot = Path("data"),
+) -> None:
+    """Write a page about one or more runs: results, curves, kernels, angles, robustness; a single file that needs nothing else."""
+    from dcnet.report import write_report
+
+    try:
+        path = write_report(runs, out, data_root)
+    except (ValueError, OSError) as error:
+        fail(error)
+    Console().print(f"{path} written: {path.stat().st_size / 2**20:.1f} MiB", highlight=False)
+
+
+figure.__doc__ = f"Draw a figure into a file.\n\n{_LIST}"

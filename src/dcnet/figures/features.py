@@ -1,0 +1,38 @@
+"""Two-dimensional features of the test images, by class: the paper's pictures of MNIST."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dcnet.figures.style import CLASSES, grid_of, hide, new_figure
+
+
+def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> None:
+    """Draws the features of a network that has two (`cnn6_2d`), and each class's name at its centre."""
+    if "features" not in inspected:
+        raise ValueError(f"{title or 'this network'} has no two-dimensional features; train one with model=cnn6_2d")
+    points, labels = np.asarray(inspected["features"]["points"]), np.asarray(inspected["features"]["labels"])
+    classes = inspected["classes"]
+    for number, name in enumerate(classes):
+        mine = points[labels == number]
+        if not len(mine):
+            continue
+        colour = CLASSES[number % len(CLASSES)]
+        axis.scatter(*mine.T, s=4.0, color=colour, alpha=0.6, linewidths=0)
+        box = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5, "alpha": 0.9}
+        axis.text(*mine.mean(axis=0), name, ha="center", va="center", fontsize=8, fontweight="bold", color="black", bbox=box, zorder=3)
+    axis.axhline(0.0, color="0.7", linewidth=0.6, zorder=0)
+    axis.axvline(0.0, color="0.7", linewidth=0.6, zorder=0)
+    axis.set(title=title, xlabel="feature 1", ylabel="feature 2", aspect="equal", adjustable="datalim")
+
+
+def features_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The features of several runs side by side."""
+    rows, columns = grid_of(len(runs))
+    figure, axes = new_figure(rows, columns, 3.4, 3.4)
+    cells = [axis for row in axes for axis in row]
+    for axis, (name, inspected) in zip(cells, runs.items(), strict=False):
+        draw_features(axis, inspected, name)
+    hide(cells[len(runs) :])
+    return figure

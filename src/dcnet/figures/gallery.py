@@ -1,0 +1,85 @@
+"""The figures by name, and what each is made of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dcnet.figures.features import features_figure
+from dcnet.figures.functions import functions_figure
+from dcnet.figures.geometry import geometry_figure
+from dcnet.figures.layers import angles_figure, filters_figure
+from dcnet.figures.response import response_figure
+from dcnet.figures.robustness import Attacks, adversarial_figure, curves_figure, deepfool_figure
+from dcnet.figures.training import convergence_figure, learned_figure
+from dcnet.formulas import nearest
+from dcnet.inspection import inspect_run
+from dcnet.training import Run
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A figure: what it shows, and what of each run it needs: "metrics", "inspection", "attacks", or "" where it needs no run."""
+
+    shows: str
+    needs: str
+    make: Callable[..., Any]
+
+
+FIGURES = {
+    "functions": Kind("all magnitude and angular functions", "", functions_figure),
+    "geometry": Kind("what each operator does to vectors in the plane", "", geometry_figure),
+    "response": Kind("outputs over the (‖x‖, θ) plane, and over a plane of inputs", "", response_figure),
+    "convergence": Kind("training and test curves", "metrics", convergence_figure),
+    "radius": Kind("learned radii (and k) by layer and epoch", "metrics", learned_figure),
+    "filters": Kind("first-layer kernels and the cosines between them", "inspection", filters_figure),
+    "angles": Kind("θ and ‖x‖ that each layer sees on test images", "inspection", angles_figure),
+    "features": Kind("two-dimensional features of cnn6_2d by class", "inspection", features_figure),
+    "adversarial": Kind("images, perturbations, predictions before and after", "inspection", adversarial_figure),
+    "deepfool": Kind("sorted sizes of DeepFool's perturbations", "attacks", deepfool_figure),
+    "curves": Kind("accuracy under PGD against ε, and against steps", "attacks", curves_figure),
+}
+
+
+def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Path = "data") -> Any:
+    """The figure of that name, of those run folders; raises with what is missing where it cannot be made."""
+    if name not in FIGURES:
+        raise ValueError(f"unknown figure {name!r}.{nearest(name, FIGURES)} Known: {', '.join(FIGURES)}")
+    kind = FIGURES[name]
+    if not kind.needs:
+        if runs:
+            raise ValueError(f"the figure {name!r} is of no run; given: {', '.join(map(str, runs))}")
+        return kind.make()
+    if not runs:
+        raise ValueError(f"the figure {name!r} needs one or more run folders: dcnet figure {name} runs/NAME …")
+    found = [Run(folder) for folder in runs]
+    parts = {
+        "metrics": metrics_of,
+        "attacks": attacks_of,
+        "inspection": lambda run: inspect_run(run, data_root),
+    }
+    return kind.make({title: parts[kind.needs](run) for title, run in zip(titles_of(found), found, strict=True)})
+
+
+def metrics_of(run: Run) -> list[dict[str, Any]]:
+    """Its epochs; raises where not one is over."""
+    if not run.metrics:
+        raise ValueError(f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume {run.folder}")
+    return run.metrics
+
+
+def attacks_of(run: Run) -> Attacks:
+    """What `dcnet attack` found; raises where it never ran."""
+    if not run.attacks:
+        raise ValueError(f"{run.folder} was not attacked yet; run: dcnet attack {run.folder}")
+    return run.attacks
+
+
+def titles_of(runs: Sequence[Run]) -> list[str]:
+    """A short name for each run: its folder's, with as many of the folders above as tell it from the others."""
+    paths = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, 5):
+        names = ["/".join(parts[-depth:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(run.folder) for run in runs]

@@ -1,0 +1,121 @@
+"""A network seen from inside: its first kernels, and the angles and norms its layers see."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dcnet.figures.style import DIVERGING, SEQUENTIAL, new_figure, theta_ticks
+from dcnet.inspection.layers import FARTHEST
+
+Inspected = Mapping[str, Any]  # what `inspect_run` gives
+
+
+def filter_sheet(inspected: Inspected) -> np.ndarray:
+    """The first layer's kernels side by side, each stretched to its own range, 0.5 for zero: (H, W, 3) where they see three channels, else (H, W, 1).
+
+    Between those of one channel stands NaN.
+    """
+    kernels = np.asarray(inspected["filters"]["values"], dtype=float)
+    colour = kernels.shape[1] == 3
+    if not colour:
+        kernels = kernels.mean(axis=1, keepdims=True)  # of several channels, their mean
+    count, channels, height, width = kernels.shape
+    most = np.abs(kernels).max(axis=(1, 2, 3), keepdims=True)
+    tiles = 0.5 + 0.5 * kernels / np.where(most > 0, most, 1.0)
+    columns = math.ceil(math.sqrt(2 * count))
+    rows = math.ceil(count / columns)
+    sheet = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 1.0 if colour else np.nan)
+    for number, tile in enumerate(tiles):
+        top, left = (number // columns) * (height + 1) + 1, (number % columns) * (width + 1) + 1
+        sheet[top : top + height, left : left + width] = tile.transpose(1, 2, 0)
+    return sheet
+
+
+def filters_title(inspected: Inspected) -> str:
+    return f"{len(inspected['filters']['values'])} kernels of {_short(inspected['filters']['name'])}"
+
+
+def draw_filters(axis: Any, inspected: Inspected) -> None:
+    """Draws the first layer's kernels as a grid: in colour where they see three channels, else blue and red about zero."""
+    axis.set_facecolor("0.75")  # between kernels
+    axis.imshow(filter_sheet(inspected).squeeze(), cmap=DIVERGING, vmin=0.0, vmax=1.0, interpolation="nearest")
+    axis.set(title=filters_title(inspected), xticks=[], yticks=[])
+
+
+def kernel_cosines(inspected: Inspected) -> np.ndarray:
+    """The cosines between the first layer's kernels (kernels, kernels)."""
+    kernels = np.asarray(inspected["filters"]["values"], dtype=float)
+    flat = kernels.reshape(len(kernels), -1)
+    unit = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
+    return unit @ unit.T
+
+
+def cosines_title(cosines: np.ndarray) -> str:
+    off = np.abs(cosines[~np.eye(len(cosines), dtype=bool)])
+    return f"Between kernels: mean |cos| off the diagonal {off.mean():.2f}" if len(off) else "One kernel"
+
+
+def draw_correlation(axis: Any, inspected: Inspected) -> None:
+    """Draws the cosines between the first layer's kernels: white off the diagonal where they are orthogonal."""
+    cosines = kernel_cosines(inspected)
+    image = axis.imshow(cosines, cmap=DIVERGING, vmin=-1.0, vmax=1.0, interpolation="nearest")
+    axis.figure.colorbar(image, ax=axis, shrink=0.8, label="cosine")
+    axis.set(title=cosines_title(cosines), xlabel="kernel", ylabel="kernel")
+
+
+def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
+    """Draws how often each layer sees which θ between patches and kernels, a row for each layer, the first on top."""
+    _draw_histograms(axis, inspected, "theta", math.pi, bar)
+    axis.axvline(math.pi / 2, color="white", linestyle="--", linewidth=1.0)
+    axis.set(xlabel="θ", title="Angles between patches and kernels")
+    theta_ticks(axis)
+
+
+def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
+    """Draws how often each layer sees which ‖x‖, in units of its mean; marked are the least, median and greatest radius of its kernels."""
+    _draw_histograms(axis, inspected, "norm", FARTHEST, bar)
+    for row, layer in enumerate(inspected["layers"]):
+        if "radius" in layer:
+            least, _, middle, _, most = (min(value, FARTHEST) for value in layer["radius"])
+            for colour, width in (("black", 4.0), ("white", 1.5)):  # to be seen on dark and on light
+                axis.plot([least, most], [row, row], color=colour, linewidth=width)
+                axis.plot([middle], [row], color=colour, marker="|", markersize=9, markeredgewidth=width)
+    marked = ", radii in white" if any("radius" in layer for layer in inspected["layers"]) else ""
+    axis.set(xlabel="‖x‖ / E{‖x‖}", title=f"Norms of patches{marked}")
+
+
+def _draw_histograms(axis: Any, inspected: Inspected, what: str, high: float, bar: bool) -> None:
+    layers = inspected["layers"]
+    counts = np.asarray([layer[what] for layer in layers], dtype=float)
+    relative = counts / np.maximum(counts.max(axis=1, keepdims=True), 1.0)  # layers differ too much for one scale
+    image = axis.imshow(relative, cmap=SEQUENTIAL, aspect="auto", interpolation="nearest", extent=(0.0, high, len(layers) - 0.5, -0.5))
+    if bar:
+        axis.figure.colorbar(image, ax=axis, shrink=0.8, label="frequency, highest = 1")
+    step = max(1, len(layers) // 12)
+    axis.set_yticks(range(0, len(layers), step), [_short(layer["name"]) for layer in layers[::step]], fontsize=8)
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".conv")
+
+
+def filters_figure(runs: Mapping[str, Inspected]) -> Any:
+    """Kernels and their cosines, a row for each run."""
+    figure, axes = new_figure(len(runs), 2, 4.6, 3.4)
+    for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
+        draw_filters(left, inspected)
+        draw_correlation(right, inspected)
+        left.set_ylabel(name)
+    return figure
+
+
+def angles_figure(runs: Mapping[str, Inspected]) -> Any:
+    """Angles and norms by layer, a row for each run."""
+    figure, axes = new_figure(len(runs), 2, 5.2, 3.4)
+    for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
+        draw_angles(left, inspected)
+        draw_norms(right, inspected)
+        left.set_ylabel(name)
+    return figure

@@ -1,0 +1,127 @@
+"""Attacks: perturbation sizes, accuracy against ε, and images before and after."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from dcnet.figures.style import COLOURS, DIVERGING, STYLES, new_figure
+from dcnet.inspection.examples import decoded
+
+Attacks = list[dict[str, Any]]  # what `attacks.json` of a run folder holds
+
+
+def deepfool_sizes(attacks: Attacks, norm: str) -> Sequence[float] | None:
+    """The sorted perturbation sizes of the last DeepFool in that norm; None where there was none."""
+    name = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
+    found = [entry["sizes"] for result in attacks for entry in result["attacks"] if entry["attack"].split(":iterations")[0] == name]
+    return found[-1] if found else None
+
+
+def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> None:
+    """Draws the size of the perturbation that DeepFool needs, over the images sorted by it: the higher, the more robust."""
+    drawn = False
+    for (name, attacks), colour, style in zip(runs.items(), cycle(COLOURS), cycle(STYLES), strict=False):
+        sizes = deepfool_sizes(attacks, norm)
+        if sizes is not None:
+            axis.plot(range(1, len(sizes) + 1), sizes, color=colour, linestyle=style, linewidth=1.8, label=name)
+            drawn = True
+    if not drawn:
+        option = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
+        raise ValueError(f"no DeepFool in this norm was run on {', '.join(runs)}; run: dcnet attack RUN --attacks {option}")
+    axis.set(xlabel="image, sorted", ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'})", title="DeepFool", ylim=(0.0, None))
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
+    """Both norms side by side, those that there are."""
+    norms = [norm for norm in ("l2", "linf") if any(deepfool_sizes(attacks, norm) is not None for attacks in runs.values())] or ["l2"]
+    figure, (axes,) = new_figure(1, len(norms), 5.0, 4.0)
+    for axis, norm in zip(axes, norms, strict=True):
+        draw_deepfool(axis, runs, norm)
+    return figure
+
+
+def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
+    """Draws the accuracy under PGD as ε grows, from the last check-up of each run: it must reach 0."""
+    _draw_check_ups(axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * point["eps"], point["accuracy"]) for point in found["curve"])])
+    axis.set_xscale("symlog", linthresh=1.0, base=2)
+    ticks = [0, 1, 2, 4, 8, 16, 32, 64, 255]
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set(xlabel="ε · 255", xlim=(0.0, 270.0), title="As ε grows")
+
+
+def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
+    """Draws the accuracy under PGD as its steps grow, from the last check-up of each run: it must level off."""
+    _draw_check_ups(axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]])
+    axis.set_xscale("log", base=10)
+    axis.set(xlabel="steps of PGD (the last with restarts and another loss)", title="As steps grow")
+
+
+def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]) -> None:
+    drawn = False
+    for (name, attacks), colour, style in zip(runs.items(), cycle(COLOURS), cycle(STYLES), strict=False):
+        check_ups = [result["check-up"] for result in attacks if "check-up" in result]
+        if check_ups:
+            points = points_of(check_ups[-1])
+            axis.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.8, marker="o", markersize=4, label=name)
+            drawn = True
+    if not drawn:
+        raise ValueError(f"no check-up was made of {', '.join(runs)}; run: dcnet attack RUN")
+    axis.set(ylabel="accuracy under PGD (%)", ylim=(-3.0, 103.0))
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def curves_figure(runs: Mapping[str, Attacks]) -> Any:
+    """Accuracy against ε, and against steps, of several runs."""
+    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
+    draw_eps(left, runs)
+    draw_steps(right, runs)
+    return figure
+
+
+def example_pictures(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The "image", the "change" (±ε stretched to 0 … 1, no change in the middle) and the "changed" image: each (H, W, C) in [0, 1]."""
+    image, changed = (decoded(example[key], example["channels"], example["size"]).numpy().transpose(1, 2, 0) for key in ("image", "adversarial"))
+    change = 0.5 + 0.5 * (changed - image) / max(example["eps"], 1e-12)
+    return {"image": image.clip(0.0, 1.0), "change": change.clip(0.0, 1.0), "changed": changed.clip(0.0, 1.0)}
+
+
+def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict[str, str]:
+    """What stands above each of them: what the network says, with ✗ where that is wrong."""
+
+    def said(what: Mapping[str, Any]) -> str:
+        return f"{classes[what['class']]} {100 * what['confidence']:.0f}%{'' if what['class'] == example['label'] else ' ✗'}"
+
+    return {"image": said(example["before"]), "change": f"± {255 * example['eps']:.3g}/255", "changed": said(example["after"])}
+
+
+def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Sequence[str]) -> None:
+    """Draws one image on three axes: as it is, the change, and both together; with the predictions."""
+    pictures, captions = example_pictures(example), example_captions(example, classes)
+    for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
+        colours = DIVERGING if name == "change" else "gray"
+        axis.imshow(picture.squeeze(), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+        axis.set_title(captions[name], fontsize=8)
+        axis.set(xticks=[], yticks=[])
+
+
+def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Images, perturbations and predictions, a row of examples for each run."""
+    count = max((len(inspected["examples"]) for inspected in runs.values()), default=0)
+    if count == 0:
+        raise ValueError(f"{', '.join(runs)}: no image is classified right, so there is none to change")
+    figure, axes = new_figure(3 * len(runs), count, 1.25, 1.4)
+    for number, (name, inspected) in enumerate(runs.items()):
+        rows = axes[3 * number : 3 * number + 3]
+        for row, what in zip(rows, (f"{name}\nimage", "change", "both"), strict=True):
+            row[0].set_ylabel(what, fontsize=8)
+        for column, example in enumerate(inspected["examples"]):
+            draw_example([row[column] for row in rows], example, inspected["classes"])
+        for row in rows:
+            for axis in row[len(inspected["examples"]) :]:
+                axis.set_axis_off()
+    return figure

@@ -1,0 +1,40 @@
+"""What all figures share: colours, line styles, sizes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+# Okabe and Ito's colours: distinct for the colour-blind; the line styles and markers keep them apart in grey print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
+# Petroff's ten colours, as distinct as ten can be for the colour-blind; where they stand for classes, each is also named in place.
+CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
+DIVERGING = "RdBu_r"  # for signed values, zero in white
+SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
+
+
+def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
+    """A figure, and its axes row by row, each of about so many inches."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, [list(row) for row in axes]
+
+
+def grid_of(count: int, most: int = 4) -> tuple[int, int]:
+    """Rows and columns for so many panels."""
+    columns = min(most, max(1, count))
+    return max(1, math.ceil(count / columns)), columns
+
+
+def hide(axes: Sequence[Any]) -> None:
+    """Takes away panels that nothing is drawn on."""
+    for axis in axes:
+        axis.set_axis_off()
+
+
+def theta_ticks(axis: Any, which: str = "x") -> None:
+    """Ticks of an angle from 0 to π."""
+    ticks = [0.0, math.pi / 4, math.pi / 2, 3 * math.pi / 4, math.pi]
+    (axis.set_xticks if which == "x" else axis.set_yticks)(ticks, ["0", "π/4", "π/2", "3π/4", "π"])

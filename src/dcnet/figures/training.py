@@ -1,0 +1,75 @@
+"""Training seen from outside: loss and accuracy by epoch, and how learned radii move."""
+
+from collections.abc import Mapping
+from itertools import cycle
+from typing import Any
+
+from dcnet.figures.style import COLOURS, SEQUENTIAL, STYLES, grid_of, hide, new_figure
+
+Metrics = list[dict[str, Any]]
+
+
+def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
+    """Draws "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
+    for (name, metrics), colour, style in zip(runs.items(), cycle(COLOURS), cycle(STYLES), strict=False):
+        for split, width, alpha in (("train", 1.0, 0.55), ("test", 2.2, 1.0)):
+            points = [(entry["epoch"], entry[f"{split}_{what}"]) for entry in metrics if f"{split}_{what}" in entry]
+            if points:
+                marker = {"marker": "o", "markersize": 4} if len(points) == 1 else {}
+                label = name if split == "test" else None
+                axis.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=width, alpha=alpha, label=label, **marker)
+    axis.set(xlabel="epoch", ylabel=f"{what}{' (%)' if what == 'accuracy' else ''}", title=f"{what.capitalize()}: test thick, training thin")
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
+    """Accuracy and loss of several runs side by side."""
+    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
+    draw_convergence(left, runs, "accuracy")
+    draw_convergence(right, runs, "loss")
+    return figure
+
+
+def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True) -> None:
+    """Draws the learned parameter of every layer by epoch: the median over its kernels, and in a band the middle half of them.
+
+    The legend stands to the right of the axis.
+    """
+    import matplotlib
+
+    entries = [entry for entry in metrics if parameter in entry.get("learned", {})]
+    if not entries:
+        raise ValueError(f"no learned {parameter} in these metrics; possible: {', '.join(learned_parameters(metrics)) or 'nothing was learned'}")
+    layers = list(entries[0]["learned"][parameter])
+    colours = matplotlib.colormaps[SEQUENTIAL]
+    epochs = [entry["epoch"] for entry in entries]
+    for number, (name, style) in enumerate(zip(layers, cycle(STYLES), strict=False)):
+        colour = colours(0.9 * number / max(1, len(layers) - 1))
+        low, middle, high = ([entry["learned"][parameter][name][quantile] for entry in entries] for quantile in (1, 2, 3))
+        axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.plot(epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv"))
+    label = "radius ρ, in units of E{‖x‖}" if parameter == "radius" else parameter
+    axis.set(xlabel="epoch", ylabel=label, title=title or f"Learned {parameter}: median, middle half")
+    axis.grid(alpha=0.25)
+    if legend:
+        axis.legend(frameon=False, fontsize=7, ncols=1 if len(layers) <= 16 else 2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def learned_parameters(metrics: Metrics) -> list[str]:
+    """What a run has learned besides kernels: "radius", "k"."""
+    return list(dict.fromkeys(parameter for entry in metrics for parameter in entry.get("learned", {})))
+
+
+def learned_figure(runs: Mapping[str, Metrics]) -> Any:
+    """The learned radii (and parameters such as k) of several runs, a panel each."""
+    panels = [(name, metrics, parameter) for name, metrics in runs.items() for parameter in learned_parameters(metrics)]
+    if not panels:
+        raise ValueError(f"{', '.join(runs)}: nothing was learned but kernels; the operators with a radius are ball, tanh and seg")
+    rows, columns = grid_of(len(panels), 2)
+    figure, axes = new_figure(rows, columns, 5.6, 3.6)
+    cells = [axis for row in axes for axis in row]
+    for axis, (name, metrics, parameter) in zip(cells, panels, strict=False):
+        draw_learned(axis, metrics, parameter, f"{name}: {parameter}")
+    hide(cells[len(panels) :])
+    return figure

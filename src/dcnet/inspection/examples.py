@@ -1,0 +1,49 @@
+"""Images before and after an attack, with what the network says of them."""
+
+import base64
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.robustness import pgd
+
+STEPS = 5
+
+
+def adversarial_examples(model: nn.Module, images: Tensor, labels: Tensor, eps: float, count: int = 6) -> list[dict[str, Any]]:
+    """Some of the images that the network gets right, those first that PGD makes it get wrong; images in [0, 1]."""
+    with torch.no_grad():
+        before = model(images).softmax(1)
+    right = (before.argmax(1) == labels).nonzero().squeeze(1)
+    images, labels, before = images[right], labels[right], before[right]
+    if not len(labels):
+        return []
+    changed = pgd(model, images, labels, eps, eps / 2.0, STEPS, generator=torch.Generator(images.device).manual_seed(0))
+    with torch.no_grad():
+        after = model(changed).softmax(1)
+    fooled = after.argmax(1) != labels
+    chosen = torch.cat([fooled.nonzero().squeeze(1), (~fooled).nonzero().squeeze(1)])[:count].tolist()
+    return [
+        {
+            "image": encoded(images[i]),
+            "adversarial": encoded(changed[i]),
+            "channels": images.shape[1],
+            "size": images.shape[2],
+            "eps": eps,
+            "label": int(labels[i]),
+            "before": {"class": int(before[i].argmax()), "confidence": round(float(before[i].max()), 4)},
+            "after": {"class": int(after[i].argmax()), "confidence": round(float(after[i].max()), 4)},
+        }
+        for i in chosen
+    ]
+
+
+def encoded(image: Tensor) -> str:
+    """An image in [0, 1] as base64 of float16, in which 1/255 is not lost: (C, H, W), row by row."""
+    return base64.b64encode(image.detach().cpu().half().contiguous().numpy().tobytes()).decode()
+
+
+def decoded(text: str, channels: int, size: int) -> Tensor:
+    """The image again (C, H, W)."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).reshape(channels, size, size).float()

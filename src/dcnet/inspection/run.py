@@ -1,0 +1,69 @@
+"""The inspection of a run: `inspection.json` in its folder, made once for each checkpoint."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dcnet.data import FOLDER, DataSet, load_data
+from dcnet.inspection.examples import adversarial_examples
+from dcnet.inspection.layers import filters_of, layer_statistics
+from dcnet.models.cnn import CNN
+from dcnet.training import Run
+from dcnet.training.checkpoint import load_checkpoint, write_atomically
+
+FILE = "inspection.json"
+_VERSION = 1
+_IMAGES = 64  # of which θ and ‖x‖ are counted
+_ATTACKED = 16  # of which adversarial examples are made
+_POINTS = 2000  # features, where a plane shows them
+EPS = {1: 0.1, 3: 8 / 255}  # for grey images, drawn in black and white, a change of 8/255 says little
+
+
+def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = None) -> dict[str, Any]:
+    """Filters, θ and ‖x‖ by layer, adversarial examples and, of a network with two features, the features of the test images.
+
+    What the folder has of this checkpoint is read, not made again.
+    """
+    if run.recipe.data.startswith(FOLDER):
+        raise ValueError(f"{run.folder} was trained on {run.recipe.data}, which is too large to be inspected as a whole")
+    if not run.checkpoint.is_file():
+        raise FileNotFoundError(f"{run.folder} has no checkpoint.safetensors, and so no network to inspect")
+    state = load_checkpoint(run.checkpoint)[1]
+    eps = EPS.get(state["shape"]["in_channels"], 8 / 255) if eps is None else eps
+    key = {"version": _VERSION, "step": state["step"], "eps": eps}
+    path = run.folder / FILE
+    if path.is_file():
+        known = json.loads(path.read_text())
+        if all(known.get(name) == value for name, value in key.items()):
+            return known
+    found = key | _inspected(run.model, _data(run.recipe.data, str(data_root)), eps)
+    write_atomically(path, (json.dumps(found, ensure_ascii=False) + "\n").encode())
+    return found
+
+
+@lru_cache(maxsize=1)
+def _data(name: str, root: str) -> DataSet:
+    return load_data(name, root)
+
+
+def _inspected(model: nn.Module, data: DataSet, eps: float) -> dict[str, Any]:
+    images, labels = data.test.images[:_IMAGES].float() / 255.0, data.test.labels[:_IMAGES]
+    found: dict[str, Any] = {
+        "classes": list(data.classes),
+        "images": len(labels),
+        "filters": filters_of(model),
+        "layers": layer_statistics(model, images),
+        "examples": adversarial_examples(model, images[:_ATTACKED], labels[:_ATTACKED], eps),
+    }
+    if isinstance(model, CNN) and model.head.in_features == 2:
+        with torch.no_grad():
+            points = [model.features(part.float() / 255.0) for part in data.test.images[:_POINTS].split(500)]
+        found["features"] = {
+            "points": [[float(f"{v:.5g}") for v in point] for point in torch.cat(points).tolist()],
+            "labels": data.test.labels[:_POINTS].tolist(),
+        }
+    return found

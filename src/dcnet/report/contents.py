@@ -1,0 +1,77 @@
+"""What the page says of each run, and of all together; nothing about how it looks."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcnet.data import MissingData
+from dcnet.figures import titles_of
+from dcnet.inspection import inspect_run
+from dcnet.training import Recipe, Run
+
+
+@dataclass
+class Shown:
+    """One run, as the page shows it. missing: sentences that say what is not shown, and why."""
+
+    title: str
+    run: Run
+    inspection: dict[str, Any] | None = None
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def anchor(self) -> str:
+        return "run-" + "".join(letter if letter.isalnum() else "-" for letter in self.title)
+
+    @property
+    def operator(self) -> str:
+        recipe = self.run.recipe
+        if recipe.magnitude is None:
+            return "plain"
+        weighting = f", weighting {recipe.weighting}" if recipe.weighting else ""
+        return f"{recipe.magnitude} + {recipe.angular}{weighting}"
+
+    @property
+    def changed_fields(self) -> dict[str, Any]:
+        """The recipe's fields that are not a recipe's defaults."""
+        usual = asdict(Recipe())
+        return {name: value for name, value in asdict(self.run.recipe).items() if value != usual[name]}
+
+    @property
+    def worst(self) -> float | None:
+        """The lowest accuracy, in percent, under any of the attacks on all its test images."""
+        found = [entry["accuracy"] for result in self.run.attacks if not result["transfer"] for entry in result["attacks"] if "accuracy" in entry]
+        return min(found) if found else None
+
+    @property
+    def verdict(self) -> str | None:
+        """The last check-up's."""
+        check_ups = [result["check-up"] for result in self.run.attacks if "check-up" in result]
+        return check_ups[-1]["verdict"] if check_ups else None
+
+
+def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
+    """The runs in these folders, inspected where that is possible; raises where a folder is no run's."""
+    runs = [Run(folder) for folder in folders]
+    repeated = {str(run.folder) for run in runs if [other.folder.resolve() for other in runs].count(run.folder.resolve()) > 1}
+    if repeated:
+        raise ValueError(f"given more than once: {', '.join(sorted(repeated))}")
+    shown = [Shown(title, run) for title, run in zip(titles_of(runs), runs, strict=True)]
+    for one in shown:
+        if one.run.result is None:
+            last = one.run.metrics[-1]["epoch"] if one.run.metrics else 0
+            one.missing.append(f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {one.run.folder}")
+        try:
+            one.inspection = inspect_run(one.run, data_root)
+        except (FileNotFoundError, MissingData, ValueError) as error:
+            one.missing.append(f"No filters, angles and examples: {error}")
+        if not one.run.attacks:
+            one.missing.append(f"Not attacked yet. Run: dcnet attack {one.run.folder}")
+    return shown
+
+
+def differing_fields(shown: Sequence[Shown]) -> dict[str, list[Any]]:
+    """The recipe's fields that are not the same in all runs, with each run's value."""
+    recipes = [asdict(one.run.recipe) for one in shown]
+    return {name: [recipe[name] for recipe in recipes] for name in recipes[0] if len({str(recipe[name]) for recipe in recipes}) > 1}

@@ -1,0 +1,61 @@
+"""Figures and images as text that stands in a page: no files beside it."""
+
+import base64
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dcnet.figures.style import DIVERGING
+
+Draw = Callable[[Any], None]  # draws on an axis
+
+
+def svg(draws: list[Draw], label: str, width: float = 4.6, height: float = 3.3, right: float = 0.98) -> str:
+    """The figure as SVG, two panels side by side, in the page's own text colour so that it can be read on light and dark.
+
+    right: where the panels end, as a share of the width; beyond is room for a legend.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # texts stay texts: smaller, and in the page's font; the salt keeps names of parts of different pictures apart
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 9.0}):
+        columns = min(2, len(draws))
+        rows = -(-len(draws) // columns)
+        figure = Figure(figsize=(columns * width, rows * height), dpi=110)
+        # margins by hand: to work them out takes longer than to draw
+        space = {"left": 0.9 / (columns * width), "bottom": 0.55 / (rows * height), "top": 1.0 - 0.35 / (rows * height)}
+        figure.subplots_adjust(**space, right=right, wspace=0.3, hspace=0.35)
+        for number, draw in enumerate(draws):
+            axis = figure.add_subplot(rows, columns, number + 1)
+            axis.patch.set_alpha(0.0)
+            draw(axis)
+        figure.patch.set_alpha(0.0)
+        out = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None, "Creator": None})  # `savefig` draws everything twice
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # names nobody refers to, the same in every picture
+    # of places a hundredth of a point is enough; what is written between tags stays as it is
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag[0]), text)
+    text = text.replace("#000000", "currentColor").replace("#262626", "currentColor")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" style="max-width: {columns * width * 115:.0f}px" ', 1)
+
+
+def png(picture: np.ndarray, signed: bool = False) -> str:
+    """An image (H, W, C) in [0, 1] as a data address; of one channel in grey, or with `signed` in blue and red about the middle."""
+    from matplotlib.image import imsave
+
+    out = io.BytesIO()
+    flat = picture[..., 0] if picture.shape[2] == 1 else picture
+    imsave(out, flat, cmap=DIVERGING if signed else "gray", vmin=0.0, vmax=1.0, format="png")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

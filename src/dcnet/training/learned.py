@@ -1,0 +1,22 @@
+"""What a decoupled network has learned besides its kernels, in a few numbers a layer: radii, and parameters such as k."""
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.layers import decoupled_layers
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@torch.no_grad()
+def learned_quantiles(model: nn.Module) -> dict[str, dict[str, list[float]]]:
+    """By parameter ("radius" before E, "k"), then by layer: QUANTILES over its kernels. Empty where nothing of the kind is learned."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, layer in decoupled_layers(model).items():
+        learned = dict(layer.learned_parameters)
+        if layer.raw_radius is not None and layer.effective_radius is not None:
+            learned["radius"] = layer.effective_radius
+        for parameter, values in learned.items():
+            points = torch.tensor(QUANTILES, device=values.device)
+            found.setdefault(parameter, {})[name] = values.detach().float().flatten().quantile(points)
+    return {parameter: {name: [float(f"{v:.5g}") for v in values.tolist()] for name, values in layers.items()} for parameter, layers in found.items()}

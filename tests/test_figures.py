@@ -1,0 +1,161 @@
+"""Figures: that they show the numbers they are given, and say what is missing."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import attack_briefly
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+import dcnet
+from dcnet import figures, m
+from dcnet.cli import app
+from dcnet.figures import FIGURES, make_figure
+from dcnet.formulas import catalogue
+
+
+@pytest.fixture
+def axis():
+    return Figure().subplots()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two short runs, one attacked."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = {"epochs": 2.0, "model": "cnn6_2d"}
+    plain = dcnet.train(dcnet.make_recipe("demo", magnitude=None, **options), folder / "plain", quiet=True)
+    tanh = dcnet.train(dcnet.make_recipe("demo", magnitude="tanh", **options), folder / "tanh", quiet=True)
+    attack_briefly(tanh)
+    return [plain, tanh]
+
+
+def needs_attacks(name):
+    return FIGURES[name].needs == "attacks"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn(name, runs, tmp_path):
+    folders = [] if not FIGURES[name].needs else [str(run.folder) for run in (runs[1:] if needs_attacks(name) else runs)]
+    for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        out = tmp_path / f"{name}{suffix}"
+        result = CliRunner().invoke(app, ["figure", name, *folders, "-o", str(out), "--dpi", "30"])
+        assert result.exit_code == 0, result.output
+        assert out.read_bytes().startswith(start)
+    for axis in make_figure(name, folders).axes:
+        if axis.axison and axis.get_xticks().size and not axis.get_label().startswith("<colorbar>"):
+            assert axis.get_xlabel(), f"{axis.get_title()} has no label"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in FIGURES.items() if kind.needs])
+def test_a_folder_that_is_none(name, tmp_path):
+    result = CliRunner().invoke(app, ["figure", name, str(tmp_path), "-o", str(tmp_path / "x.png")])
+    assert result.exit_code == 1
+    assert "is not a run folder: it has no recipe.json" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["figure", name])
+    assert "needs one or more run folders" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("convergence", "has no metrics: its first epoch is not over. Go on with: dcnet train --resume"),
+        ("radius", "has no metrics"),
+        ("filters", "has no checkpoint.safetensors"),
+        ("angles", "has no checkpoint.safetensors"),
+        ("deepfool", "was not attacked yet; run: dcnet attack"),
+        ("curves", "was not attacked yet"),
+    ],
+)
+def test_an_unfinished_folder(name, says, runs, tmp_path):
+    (tmp_path / "recipe.json").write_text((runs[0].folder / "recipe.json").read_text())
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        make_figure(name, [tmp_path])
+
+
+def test_other_refusals(runs, tmp_path):
+    plain = runs[0].folder
+    for name, folders, says in (
+        ("functons", [], "unknown figure 'functons'. Did you mean 'functions'"),
+        ("functions", [plain], "is of no run; given"),
+        ("radius", [plain], "nothing was learned but kernels"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            make_figure(name, folders)
+    result = CliRunner().invoke(app, ["figure", "functions", "-o", str(tmp_path / "x.gif")])
+    assert "possible: .png, .svg, .pdf" in " ".join(result.output.split())
+    other = dcnet.train(dcnet.make_recipe("demo", steps=1), tmp_path / "nine", quiet=True)
+    with pytest.raises(ValueError, match="nine has no two-dimensional features; train one with model=cnn6_2d"):
+        make_figure("features", [other.folder])
+
+
+def test_a_users_formula_is_drawn():
+    @dcnet.magnitude
+    def test_figures_root(n, alpha: dcnet.positive = 1.0):
+        """α·√(1 + ‖x‖)"""
+        r = m.sqrt(1.0 + n)
+        return alpha * r, alpha * 0.5 / r
+
+    try:
+        assert "test_figures_root" in [axis.get_title() for axis in make_figure("geometry").axes]
+        labels = [text.get_text() for text in make_figure("functions").axes[0].get_legend().get_texts()]
+        assert "test_figures_root" in labels
+    finally:
+        del catalogue._CATALOGUES["magnitude"]["test_figures_root"]
+
+
+def test_geometry_keeps_directions_and_bends_lengths(axis):
+    figures.draw_geometry(axis, "ball", rho=1.0)
+    before, after = (np.asarray(line.get_xydata()) for line in axis.lines[:2])
+    lengths = np.linalg.norm(before, axis=1)
+    assert np.allclose(np.linalg.norm(after, axis=1), np.minimum(lengths, 1.0))
+    assert np.allclose(before * np.linalg.norm(after, axis=1, keepdims=True), after * lengths[:, None])
+
+
+def test_response_is_the_operator(axis):
+    figures.draw_response(axis, "seg", "square_cosine", farthest=3.0)
+    values = axis.images[0].get_array()
+    assert values[0, -1] == pytest.approx(2.0)  # ‖x‖ = 3, θ = 0: 0.5·3 + 0.5·1
+    assert values[-1, -1] == pytest.approx(-2.0)
+    assert abs(values[75, 100]) < 1e-6  # θ = π/2
+    assert values[50, 50] == pytest.approx(math.cos(math.pi / 3) ** 2)  # ‖x‖ = 1
+
+
+def test_plane_is_the_product_of_the_linear_operator(axis):
+    figures.draw_plane(axis, "linear", "cosine", kernel=(3.0, 4.0), farthest=1.0)
+    values = axis.images[0].get_array()
+    assert values[100, 200] == pytest.approx(0.6, abs=1e-6)  # x = (1, 0): ‖x‖ cos θ
+    assert values[200, 100] == pytest.approx(0.8, abs=1e-6)
+
+
+def test_convergence_shows_the_metrics(axis, runs):
+    figures.draw_convergence(axis, {"one": runs[0].metrics})
+    train, test = axis.lines
+    assert list(train.get_ydata()) == [entry["train_accuracy"] for entry in runs[0].metrics]
+    assert list(test.get_ydata()) == [entry["test_accuracy"] for entry in runs[0].metrics]
+    assert test.get_linewidth() > train.get_linewidth()
+
+
+def test_correlation_of_orthogonal_kernels(axis):
+    values = torch.eye(9).reshape(9, 1, 3, 3).tolist()
+    figures.draw_correlation(axis, {"filters": {"name": "first.conv", "values": values}})
+    assert np.allclose(axis.images[0].get_array(), np.eye(9))
+    assert axis.get_title().endswith("off the diagonal 0.00")
+
+
+def test_deepfool_of_each_norm(axis, runs):
+    figures.draw_deepfool(axis, {"tanh": runs[1].attacks}, "linf")
+    entries = runs[1].attacks[0]["attacks"]
+    assert list(axis.lines[0].get_ydata()) == entries[2]["sizes"]
+    assert entries[1]["attacked"] == entries[2]["attacked"] >= entries[0]["attacked"]  # all that are right, not the survivors of FGSM
+
+
+def test_names_tell_runs_apart(tmp_path, runs):
+    for where in ("a/same", "b/same"):
+        (tmp_path / where).mkdir(parents=True)
+        (tmp_path / where / "recipe.json").write_text((runs[0].folder / "recipe.json").read_text())
+    found = [dcnet.training.Run(tmp_path / where) for where in ("a/same", "b/same")]
+    assert figures.titles_of(found) == ["a/same", "b/same"]
+    assert figures.titles_of(found[:1]) == ["same"]

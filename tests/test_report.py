@@ -1,0 +1,157 @@
+"""The report: what it says, what it looks like in a browser, what it says is missing."""
+
+import json
+import re
+import time
+
+import pytest
+import torch
+from browser import launch, watched
+from helpers import attack_briefly
+from typer.testing import CliRunner
+
+import dcnet
+from dcnet.cli import app
+from dcnet.report import write_report
+from dcnet.report.pictures import svg
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A plain network, and a decoupled one that was attacked."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = {"steps": 40, "model": "cnn6_2d"}
+    plain = dcnet.train(dcnet.make_recipe("demo", magnitude=None, **options), folder / "plain", quiet=True)
+    tanh = dcnet.train(dcnet.make_recipe("demo", magnitude="tanh", angular="sigmoid:k=learned", **options), folder / "tanh", quiet=True)
+    attack_briefly(tanh)
+    return [plain, tanh]
+
+
+@pytest.fixture(scope="module")
+def page(runs, tmp_path_factory):
+    return write_report([run.folder for run in runs], tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with launch() as browser:
+        yield browser
+
+
+def test_it_says_what_the_folders_say(page, runs):
+    text = page.read_text()
+    for run in runs:
+        assert f"{run.result['accuracy']:.2f}%" in text
+        assert f"{run.result['loss']:.4f}" in text
+    entries = runs[1].attacks[0]["attacks"]
+    assert f"{entries[0]['accuracy']:.2f}%" in text
+    assert f"{entries[1]['median']:.4f}" in text
+    assert runs[1].attacks[0]["check-up"]["verdict"] in text.replace("&#39;", "'")
+    assert "sigmoid:k=learned" in text
+    assert f"Not attacked yet. Run: dcnet attack {runs[0].folder}" in text
+    differing = re.search(r'id="differences".*?</table>', text, re.DOTALL)[0]
+    assert {"magnitude", "angular"} == set(re.findall(r"<code>(\w+)</code>", differing))
+    assert text.count("data:image/png;base64,") >= 2 * 3
+
+
+def test_nothing_from_outside(page):
+    addresses = re.findall(r"""(?:src|href)=["']([^"']*)""", page.read_text())
+    assert addresses
+    assert all(address.startswith(("#", "data:")) for address in addresses)
+    assert "@import" not in page.read_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_in_a_browser(page, browser, scheme, width):
+    """Opens from disk, no complaint, no request; fits a phone; text stands out from what is behind it."""
+    with watched(browser, page, viewport={"width": width, "height": 800}, color_scheme=scheme) as opened:
+        assert opened.locator("h1").inner_text() == "Decoupled networks: 2 runs"
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
+        assert opened.locator("figure svg").count() >= 5
+        for picture in opened.locator("figure svg").all():
+            assert picture.get_attribute("aria-label")
+            assert picture.bounding_box()["height"] > 100
+        colours = opened.evaluate(
+            """[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector("figure svg text")).fill,
+                getComputedStyle(document.querySelector("td")).color]""",
+        )
+        light = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
+        assert (light[0] > 600) == (scheme == "light")
+        assert all(abs(light[0] - other) > 400 for other in light[1:])
+        assert opened.evaluate("new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size == document.querySelectorAll('[id]').length")
+
+
+def test_links_lead_to_their_run(page, browser):
+    with watched(browser, page) as opened:
+        opened.get_by_role("link", name="tanh").click()
+        assert opened.evaluate("document.querySelector(location.hash).querySelector('summary').innerText").startswith("tanh")
+
+
+def test_names_cannot_break_the_page(runs, tmp_path):
+    evil = tmp_path / "<script>alert('x')&\"q"
+    evil.mkdir()
+    for name in ("recipe.json", "metrics.jsonl", "result.json"):
+        (evil / name).write_text((runs[0].folder / name).read_text())
+    text = write_report([evil], tmp_path / "out").read_text()
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_an_unfinished_run(runs, tmp_path):
+    folder = tmp_path / "young"
+    folder.mkdir()
+    (folder / "recipe.json").write_text((runs[0].folder / "recipe.json").read_text())
+    text = write_report([folder, runs[1].folder], tmp_path / "page.html").read_text()
+    assert "not finished" in text
+    assert f"This run is not finished (epoch 0). Go on with: dcnet train --resume {folder}" in text
+    assert f"No filters, angles and examples: {folder} has no checkpoint.safetensors" in text
+
+
+def test_no_check_up(runs, tmp_path):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("recipe.json", "metrics.jsonl", "result.json"):
+        (folder / name).write_text((runs[1].folder / name).read_text())
+    attacks = [{key: value for key, value in runs[1].attacks[0].items() if key != "check-up"}]
+    (folder / "attacks.json").write_text(json.dumps(attacks))
+    assert "nothing says whether these figures can be believed" in write_report([folder], tmp_path / "out").read_text()
+
+
+def test_the_command(runs, tmp_path):
+    result = CliRunner().invoke(app, ["report", str(runs[0].folder), "-o", str(tmp_path / "here")])
+    assert result.exit_code == 0
+    assert (tmp_path / "here" / "index.html").is_file()
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "is not a run folder: it has no recipe.json" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["report", str(runs[0].folder), str(runs[0].folder / ".." / "plain")])
+    assert "given more than once" in result.output
+
+
+def test_a_picture_keeps_its_words():
+    text = svg([lambda axis: axis.set(xlabel="0.123456", xlim=(0.0, 0.001))], 'a "label" & more')
+    assert ">0.123456<" in text
+    assert ">0.0002<" in text or ">0.00025<" in text  # a tick
+    assert 'aria-label="a &quot;label&quot; &amp; more"' in text
+    assert not re.search(r' d="[^"]*\d\.\d{3}', text)  # places are shortened
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_many_runs(runs, tmp_path, count):
+    """Twenty in under 20 s on two cores, 5 MB at most."""
+    torch.set_num_threads(2 if count == 20 else 1)
+    folders = []
+    for number in range(count):
+        folder = tmp_path / f"run{number}"
+        folder.mkdir()
+        for file in runs[1].folder.iterdir():
+            if file.name != "inspection.json":
+                (folder / file.name).write_bytes(file.read_bytes())
+        folders.append(folder)
+    begun = time.perf_counter()
+    path = write_report(folders, tmp_path / "report")
+    if count == 20:
+        assert time.perf_counter() - begun < 20.0
+    assert path.stat().st_size < 250e3 * count
+    assert '<details id="run-run3">' in path.read_text()  # closed, where there are many
