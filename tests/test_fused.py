@@ -9,6 +9,7 @@ from helpers import OPERATORS, Case, as_float64, assert_within_rule, operands, r
 
 import dcnet
 from dcnet import m
+from dcnet.training.settings import tf32
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -69,6 +70,24 @@ def test_half_precision(name, dtype):
     if dtype == torch.bfloat16 and not GPU:
         pytest.skip("Triton's interpreter truncates to bfloat16 where a GPU rounds")
     check(SMALL[name], dtype, "tanh", "sigmoid:k=learned", "linear")
+
+
+@pytest.mark.skipif(not GPU, reason="TF32 is a GPU's")
+@pytest.mark.parametrize("operator", [("tanh", "cosine", None), ("seg", "sigmoid", "linear")], ids=str)
+def test_tf32(operator):
+    """Only the dot product is rounded: norms, angle and magnitude are float32, and the rule holds against a reference that rounds as well."""
+    case = Case(2, (8, 64, 16, 16), (64, 64, 3, 3), False, (("padding", 1),), channels_last=True)
+    tensors = on_device(operands(case, operator[0], operator[1], torch.float32))
+    exact = run(case, as_float64(tensors), *operator, "reference", "batch")
+    errors = {}
+    for allowed in (False, True):
+        with tf32(allowed), torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+            reference, fused = (run(case, tensors, *operator, impl, "batch") for impl in ("reference", "fused"))
+        if allowed:
+            assert_within_rule(fused, reference, exact)
+        name = next(iter(fused))
+        errors[allowed] = float((fused[name].double() - exact[name].double()).square().mean().sqrt())
+    assert errors[True] > 10 * errors[False]  # it was in effect
 
 
 @pytest.mark.parametrize("mean_norm", [None, "batch"])

@@ -216,6 +216,17 @@ def test_check_up(trained):
     assert {"black box", "growing ε"} & {test["test"] for test in blocked["tests"] if not test["passed"]}
 
 
+class Shifted(nn.Module):
+    """The images less a number."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x - self.by
+
+
 def test_evaluate(trained):
     model, images, labels = trained
     seen = []
@@ -235,8 +246,22 @@ def test_evaluate(trained):
     transfer = evaluate(model, images, labels, "fgsm", EPS, source=other)
     assert transfer["transfer"]
     assert transfer["attacks"][0]["accuracy"] > first["accuracy"]  # an untrained network knows little
-    predicted = evaluate(model, images, labels, "fgsm", EPS, predicted=True)
-    assert predicted["labels"] == "predicted"
+    assert third["attacked"] == round(result["clean"] * len(labels) / 100)  # all that are right, survivors of BIM or not
+
+
+def test_predicted_labels_flatter():
+    """Of two classes, an attack on a wrong prediction ends at the true one."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2, bias=False)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[1.0] * 4, [-1.0] * 4]))
+    images, labels = torch.full((10, 1, 2, 2), 0.5), torch.tensor([0] * 4 + [1] * 6)  # all are taken for 0
+    model = nn.Sequential(Shifted(0.5 - 0.01), model).eval()
+    for predicted, accuracy_left, attacked in ((False, 0.0, 4), (True, 60.0, 10)):
+        result = evaluate(model, images, labels, "fgsm", 0.1, cumulative=False, predicted=predicted)
+        assert result["clean"] == 40.0
+        assert result["labels"] == ("predicted" if predicted else "true")
+        assert result["attacks"][0]["attacked"] == attacked
+        assert result["attacks"][0]["accuracy"] == accuracy_left
 
 
 def test_curves(trained):

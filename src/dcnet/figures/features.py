@@ -20,10 +20,16 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
             continue
         colour = CLASSES[number % len(CLASSES)]
         axis.scatter(*mine.T, s=4.0, color=colour, alpha=0.6, linewidths=0)
-        box = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5, "alpha": 0.9}
-        axis.text(*mine.mean(axis=0), name, ha="center", va="center", fontsize=8, fontweight="bold", color="black", bbox=box, zorder=3)
+        # the name beside the centre, away from the origin, where it hides no points
+        centre = mine.mean(axis=0)
+        outwards = 12.0 * centre / max(float(np.linalg.norm(centre)), 1e-12)
+        axis.plot(*centre, marker="+", color="black", markersize=7)
+        box = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
+        style = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold", "color": "black", "bbox": box, "zorder": 3}
+        axis.annotate(name, centre, xytext=outwards, textcoords="offset points", **style)
     axis.axhline(0.0, color="0.7", linewidth=0.6, zorder=0)
     axis.axvline(0.0, color="0.7", linewidth=0.6, zorder=0)
+    axis.margins(0.12)  # room for the names
     axis.set(title=title, xlabel="feature 1", ylabel="feature 2", aspect="equal", adjustable="datalim")
 
 

@@ -103,8 +103,8 @@ def evaluate(
     attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5". cumulative: each attack sees only what survived those before it, and
     the accuracy is that under all of them so far; otherwise each sees every image that is classified right. source: another model the
     adversarial images are made on (a transfer attack). predicted: attack what the model predicts instead of the true labels, as older work often
-    does: for an image it gets wrong that is another gradient, so accuracies are not comparable. DeepFool gives sizes of perturbations, of all
-    images classified right, and takes no part in the accuracy.
+    does, and unless cumulative all images: one that it gets wrong may then be driven to its true class, so accuracies come out higher. DeepFool
+    gives sizes of perturbations, of all images classified right, and takes no part in the accuracy.
     """
     chosen = [parse_attack(part) if isinstance(part, str) else part for part in (attacks.split(",") if isinstance(attacks, str) else attacks)]
     check(model, images, labels, eps)
@@ -127,7 +127,8 @@ def evaluate(
         begun = time.perf_counter()
         generator = torch.Generator(images.device).manual_seed(seed)
         # sizes of perturbations are wanted of all images: those that survive are the ones that need large ones
-        seen = (survivors if cumulative and attack.name != "deepfool" else right).nonzero().squeeze(1)
+        all_of_them = torch.ones_like(right) if predicted else right
+        seen = (survivors if cumulative and attack.name != "deepfool" else all_of_them).nonzero().squeeze(1)
         sizes, held = [], torch.zeros_like(right)
         for done, part in _parts(seen, batch):
             some, their = images[part], labels[part]
