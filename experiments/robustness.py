@@ -2,6 +2,7 @@
 
     python experiments/robustness.py train  --runs runs/robustness --seconds 500     # goes on where it was left
     python experiments/robustness.py attack --runs runs/robustness
+    python experiments/robustness.py statistics --runs runs/robustness               # attacks with E{‖x‖} of the batch
     python experiments/robustness.py tables --runs runs/robustness --into docs/robustness.md
 
 Every step skips what is done. Jobs run side by side, as a small network leaves a GPU idle.
@@ -16,6 +17,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
+from torch import nn
+
+import dcnet
+from dcnet.data import load_data
+from dcnet.layers import decoupled_layers
+from dcnet.training.settings import tf32
 
 OPERATORS = {"plain": "none", "sphere": "sphere", "ball": "ball", "tanh": "tanh"}
 TITLES = {"plain": "baseline", "sphere": "SphereConv", "ball": "BallConv", "tanh": "TanhConv"}
@@ -43,6 +52,7 @@ PAPER = {  # in percent: natural None, FGSM, BIM, then FGSM-trained None, FGSM, 
     },
 }
 WHITE = "fgsm,bim,pgd:steps=50:restarts=5"
+STATISTICS = "batch_statistics.json"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
@@ -120,6 +130,35 @@ def attack(options):
         run_all(list(now.values()), options.parallel, options.seconds - (time.monotonic() - begun))
 
 
+class OfTheBatch(nn.Module):
+    """A network whose decoupled layers take E{‖x‖} of the batch at hand, as in training; kept from the check that refuses just that."""
+
+    def __init__(self, model):
+        super().__init__()
+        for layer in decoupled_layers(model).values():
+            layer.train()
+            layer.momentum = 0.0  # the averages stay
+        self.inside = [model]
+
+    def forward(self, x):
+        return self.inside[0](x)
+
+
+def statistics(options):
+    """The tables' networks under attack with statistics in training mode, into a file of its own."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    test = load_data(options.data, options.data_root).test
+    images, labels = (test.images[: options.limit].float() / 255.0).to(device), test.labels[: options.limit].to(device)
+    for name, _ in jobs([""]):
+        folder = options.runs / name
+        if (folder / "result.json").is_file() and not name.endswith("source") and not (folder / STATISTICS).is_file():
+            model = OfTheBatch(dcnet.load(folder).to(device)).eval()
+            with tf32(False):
+                result = dcnet.robustness.evaluate(model, images, labels, "fgsm,bim", batch=128, cumulative=False)
+            (folder / STATISTICS).write_text(json.dumps(result) + "\n")
+            print(f"{name}: {_three(result)}", flush=True)
+
+
 def calls_of(folder):
     """What a run's attacks.json holds, each result with a name."""
     path = folder / "attacks.json"
@@ -133,13 +172,18 @@ def calls_of(folder):
             yield {"fgsm": "white", "deepfool": "sizes", "auto": "auto"}.get(names[0], names[0]), result
 
 
+def of_batch(folder):
+    path = folder / STATISTICS
+    return {"statistics": json.loads(path.read_text())} if path.is_file() else {}
+
+
 def keep(options):
     """Copies everything but the checkpoints."""
     for name, _ in jobs(options.variants):
         folder = options.runs / name
         if (folder / "result.json").is_file():
             (options.into / name).mkdir(parents=True, exist_ok=True)
-            for file in ("recipe.json", "metrics.jsonl", "result.json", "attacks.json"):
+            for file in ("recipe.json", "metrics.jsonl", "result.json", "attacks.json", STATISTICS):
                 if (folder / file).is_file():
                     shutil.copy(folder / file, options.into / name / file)
 
@@ -154,7 +198,7 @@ def tables(options):
 
 def rendered(runs):
     """The tables as Markdown: ours, the paper's in brackets."""
-    found = {name: dict(calls_of(runs / name)) for name, _ in jobs(VARIANTS) if (runs / name / "result.json").is_file()}
+    found = {name: dict(calls_of(runs / name)) | of_batch(runs / name) for name, _ in jobs(VARIANTS) if (runs / name / "result.json").is_file()}
     lines = []
     boxes = {
         "white": "White box",
@@ -191,7 +235,7 @@ def _variants(found):
     lines = ["| networks | labels | " + " | ".join(TITLES.values()) + " |", "|---" * (2 + len(TITLES)) + "|"]
     for training in ("natural", "fgsm"):
         for variant in VARIANTS:
-            for call, labels in (("white", "true"), ("predicted", "predicted")):
+            for call, labels in (("white", "true"), ("predicted", "predicted"), ("statistics", "true; E of the batch")):
                 results = [found.get("-".join(filter(None, (training, name, variant))), {}).get(call) for name in OPERATORS]
                 if any(results):
                     cells = ["–" if result is None else _three(result) for result in results]
@@ -209,18 +253,20 @@ def _accuracy(result, attack):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["train", "attack", "keep", "tables"])
+    parser.add_argument("step", choices=["train", "attack", "statistics", "keep", "tables"])
     parser.add_argument("--runs", type=Path, default=Path("runs/robustness"))
     parser.add_argument("--data-root", default="data")
     parser.add_argument("--parallel", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1e9, help="when to stop, saving what is running")
     parser.add_argument("--variants", nargs="*", default=[""], choices=list(VARIANTS), help="which networks; '' for those of the tables")
     parser.add_argument("--flags", default="", help="more flags for each `dcnet train` or `dcnet attack`, as one text")
+    parser.add_argument("--data", default="cifar10", help="of statistics")
+    parser.add_argument("--limit", type=int, help="of statistics: only so many images")
     parser.add_argument("--auto", action="store_true", help="AutoAttack too (pip install 'dcnet[attacks]')")
     parser.add_argument("--into", type=Path, default=Path("docs/robustness.md"), help="of tables: the file; of keep: the folder")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    {"train": train, "attack": attack, "keep": keep, "tables": tables}[options.step](options)
+    {"train": train, "attack": attack, "statistics": statistics, "keep": keep, "tables": tables}[options.step](options)
 
 
 if __name__ == "__main__":
