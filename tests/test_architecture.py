@@ -21,7 +21,7 @@ ALLOWED = {
     "data": {"formulas"},
     "training": {"version", "circumstances", "formulas", "ops", "layers", "models", "data", "robustness"},
     "inspection": {"ops", "layers", "models", "data", "robustness", "training"},
-    "figures": {"formulas", "ops", "inspection", "training"},
+    "figures": {"formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"formulas", "ops", "layers"},
     "report": {"version", "data", "training", "inspection", "figures"},
     "robustness": {"formulas"},

@@ -152,6 +152,19 @@ def test_deepfool_of_each_norm(axis, runs):
     assert entries[1]["attacked"] == entries[2]["attacked"] >= entries[0]["attacked"]  # all that are right, not the survivors of FGSM
 
 
+def test_deepfool_is_found_whatever_the_order_of_its_parameters(axis):
+    attacks = [{"attacks": [{"attack": "deepfool:iterations=5:norm=linf", "sizes": [0.1]}, {"attack": "deepfool:norm=l2", "sizes": [0.2, 0.3]}]}]
+    figures.draw_deepfool(axis, {"one": attacks}, "linf")
+    figures.draw_deepfool(axis, {"one": attacks}, "l2")
+    assert [list(line.get_ydata()) for line in axis.lines] == [[0.1], [0.2, 0.3]]
+
+
+def test_many_runs_can_be_told_apart(axis, runs):
+    figures.draw_convergence(axis, {str(number): runs[0].metrics for number in range(25)})
+    styles = {(line.get_color(), str(line._unscaled_dash_pattern), line.get_linewidth()) for line in axis.lines}
+    assert len(styles) == len(axis.lines) == 50
+
+
 def test_names_tell_runs_apart(tmp_path, runs):
     for where in ("a/same", "b/same"):
         (tmp_path / where).mkdir(parents=True)

@@ -1,22 +1,21 @@
 """The curves of every magnitude and angular function in the catalogue, a user's own included."""
 
-from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcnet.figures.style import COLOURS, STYLES, new_figure, theta_ticks
+from dcnet.figures.style import line_styles, new_figure, theta_ticks
 from dcnet.formulas import Formula, angulars, choose, magnitudes
 
 
 def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: float) -> None:
     # thick below thin, so that curves which coincide (square_cosine is power_cosine with p = 2) stay visible
     widths = torch.linspace(3.4, 1.4, len(formulas)).tolist()
-    for formula, width, colour, style in zip(formulas, widths, cycle(COLOURS), cycle(STYLES), strict=False):
+    for formula, width, style in zip(formulas, widths, line_styles(), strict=False):
         value = choose(formula.kind, formula)(argument, torch.full_like(argument, rho))[0]
         y = torch.as_tensor(value, dtype=argument.dtype).expand_as(argument)
-        axis.plot(x.numpy(), y.numpy(), color=colour, linestyle=style, linewidth=width, label=formula.name)
+        axis.plot(x.numpy(), y.numpy(), **style, linewidth=width, label=formula.name)
 
 
 def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:

@@ -1,38 +1,42 @@
 """Attacks: perturbation sizes, accuracy against ε, and images before and after."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import COLOURS, DIVERGING, STYLES, new_figure
+from dcnet.figures.style import DIVERGING, add_legend, line_styles, new_figure
 from dcnet.inspection.examples import decoded
+from dcnet.robustness import parse_attack
 
 Attacks = list[dict[str, Any]]  # what `attacks.json` of a run folder holds
 
 
 def deepfool_sizes(attacks: Attacks, norm: str) -> Sequence[float] | None:
     """The sorted perturbation sizes of the last DeepFool in that norm; None where there was none."""
-    name = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
-    found = [entry["sizes"] for result in attacks for entry in result["attacks"] if entry["attack"].split(":iterations")[0] == name]
+    found = []
+    for result in attacks:
+        for entry in result["attacks"]:
+            attack = parse_attack(entry["attack"])
+            if attack.name == "deepfool" and attack.parameters.get("norm", "l2") == norm:
+                found.append(entry["sizes"])
     return found[-1] if found else None
 
 
 def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> None:
     """Draws the size of the perturbation that DeepFool needs, over the images sorted by it: the higher, the more robust."""
     drawn = False
-    for (name, attacks), colour, style in zip(runs.items(), cycle(COLOURS), cycle(STYLES), strict=False):
+    for (name, attacks), style in zip(runs.items(), line_styles(), strict=False):
         sizes = deepfool_sizes(attacks, norm)
         if sizes is not None:
-            axis.plot(range(1, len(sizes) + 1), sizes, color=colour, linestyle=style, linewidth=1.8, label=name)
+            axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=name)
             drawn = True
     if not drawn:
         option = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
         raise ValueError(f"no DeepFool in this norm was run on {', '.join(runs)}; run: dcnet attack RUN --attacks {option}")
     axis.set(xlabel="image, sorted", ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'})", title="DeepFool", ylim=(0.0, None))
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
+    add_legend(axis)
 
 
 def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
@@ -62,17 +66,17 @@ def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
 
 def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]) -> None:
     drawn = False
-    for (name, attacks), colour, style in zip(runs.items(), cycle(COLOURS), cycle(STYLES), strict=False):
+    for (name, attacks), style in zip(runs.items(), line_styles(), strict=False):
         check_ups = [result["check-up"] for result in attacks if "check-up" in result]
         if check_ups:
             points = points_of(check_ups[-1])
-            axis.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.8, marker="o", markersize=4, label=name)
+            axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=name)
             drawn = True
     if not drawn:
         raise ValueError(f"no check-up was made of {', '.join(runs)}; run: dcnet attack RUN")
     axis.set(ylabel="accuracy under PGD (%)", ylim=(-3.0, 103.0))
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
+    add_legend(axis)
 
 
 def curves_figure(runs: Mapping[str, Attacks]) -> Any:

@@ -1,7 +1,8 @@
 """What all figures share: colours, line styles, sizes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 # Okabe and Ito's colours: distinct for the colour-blind; the line styles and markers keep them apart in grey print.
@@ -11,6 +12,18 @@ STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)
 CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
 DIVERGING = "RdBu_r"  # for signed values, zero in white
 SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
+
+
+def line_styles() -> Iterator[dict[str, Any]]:
+    """Colour and line style of one curve after the other; 49 of them differ."""
+    for number in count():
+        yield {"color": COLOURS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
+
+
+def add_legend(axis: Any) -> None:
+    """A legend that leaves room for the curves, for few of them or many."""
+    entries = len(axis.get_legend_handles_labels()[1])
+    axis.legend(frameon=False, fontsize=8 if entries <= 8 else 6, ncols=1 if entries <= 8 else 2)
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:

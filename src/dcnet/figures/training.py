@@ -4,23 +4,23 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
-from dcnet.figures.style import COLOURS, SEQUENTIAL, STYLES, grid_of, hide, new_figure
+from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, grid_of, hide, line_styles, new_figure
 
 Metrics = list[dict[str, Any]]
 
 
 def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
     """Draws "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
-    for (name, metrics), colour, style in zip(runs.items(), cycle(COLOURS), cycle(STYLES), strict=False):
+    for (name, metrics), style in zip(runs.items(), line_styles(), strict=False):
         for split, width, alpha in (("train", 1.0, 0.55), ("test", 2.2, 1.0)):
             points = [(entry["epoch"], entry[f"{split}_{what}"]) for entry in metrics if f"{split}_{what}" in entry]
             if points:
                 marker = {"marker": "o", "markersize": 4} if len(points) == 1 else {}
                 label = name if split == "test" else None
-                axis.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=width, alpha=alpha, label=label, **marker)
+                axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=label, **marker)
     axis.set(xlabel="epoch", ylabel=f"{what}{' (%)' if what == 'accuracy' else ''}", title=f"{what.capitalize()}: test thick, training thin")
     axis.grid(alpha=0.25)
-    axis.legend(frameon=False, fontsize=8)
+    add_legend(axis)
 
 
 def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
