@@ -29,11 +29,13 @@ for name, operator in OPERATORS.items():
     runs.append(run.folder)
     result = run.result
     console.print(f"accuracy {result['accuracy']:.2f}% after {result['epochs']:g} epochs", highlight=False)
-    if not run.attacks:
+    fgsm = [entry for done in run.attacks if done["eps"] == EPS for entry in done["attacks"] if entry["attack"] == "fgsm"]
+    if not fgsm:
         found = dcnet.robustness.evaluate(run.model, images, test.labels, "fgsm,pgd", eps=EPS)
         check_up = dcnet.robustness.check_up(run.model, images[:50], test.labels[:50], EPS, queries=100)
         run.add_attack({**found, "check-up": check_up, "from": None, "bf16": False})
-    attacked = run.attacks[-1]["attacks"][0]["accuracy"]
+        fgsm = found["attacks"][:1]
+    attacked = fgsm[0]["accuracy"]
     numbers = [f"{result['accuracy']:.2f}%", f"{attacked:.2f}%", f"{result['parameters']:,}", f"{result['seconds']:.1f}"]
     table.add_row(name if operator is None else f"{name}, {angular}", *numbers)
 console.print(table)

@@ -1,5 +1,6 @@
 """Figures: that they show the numbers they are given, and say what is missing."""
 
+import io
 import math
 
 import numpy as np
@@ -157,6 +158,14 @@ def test_deepfool_is_found_whatever_the_order_of_its_parameters(axis):
     figures.draw_deepfool(axis, {"one": attacks}, "linf")
     figures.draw_deepfool(axis, {"one": attacks}, "l2")
     assert [list(line.get_ydata()) for line in axis.lines] == [[0.1], [0.2, 0.3]]
+
+
+def test_any_name_is_shown(axis, runs):
+    names = ["_under", "a$32$b", r"f$\frac$"]
+    figures.draw_convergence(axis, dict.fromkeys(names, runs[0].metrics))
+    axis.figure.savefig(io.BytesIO(), format="svg")
+    shown = [text.get_text().replace("\u200b", "").replace(r"\$", "$") for text in axis.get_legend().get_texts()]
+    assert shown == names
 
 
 def test_many_runs_can_be_told_apart(axis, runs):

@@ -102,8 +102,11 @@ def test_inspect_run(run):
     assert json.loads(file.read_text()) == found
     file.write_text(json.dumps({**found, "images": -1}))
     assert inspect_run(run)["images"] == -1  # read, not made again
-    file.write_text(json.dumps({**found, "step": 2}))
-    assert inspect_run(run) == found  # of another checkpoint
+    for other in ({**found, "step": 2}, {**found, "checkpoint": "another"}, []):
+        file.write_text(json.dumps(other))
+        assert inspect_run(run) == found
+    file.write_text('{"cut')
+    assert inspect_run(run) == found
 
 
 def test_what_was_learned_is_in_the_metrics(run):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet.cli import app
 from dcnet.report import write_report
+from dcnet.report.contents import Shown
 from dcnet.report.pictures import svg
 
 
@@ -84,8 +86,11 @@ def test_in_a_browser(page, browser, scheme, width):
 
 def test_links_lead_to_their_run(page, browser):
     with watched(browser, page) as opened:
+        opened.evaluate("document.querySelectorAll('details').forEach(d => d.open = false)")
         opened.get_by_role("link", name="tanh").click()
-        assert opened.evaluate("document.querySelector(location.hash).querySelector('summary').innerText").startswith("tanh")
+        details = "document.querySelector(location.hash).closest('details')"
+        assert opened.evaluate(f"{details}.querySelector('summary').innerText").startswith("tanh")
+        assert opened.evaluate(f"{details}.open")
 
 
 def test_names_cannot_break_the_page(runs, tmp_path):
@@ -106,6 +111,35 @@ def test_an_unfinished_run(runs, tmp_path):
     assert "not finished" in text
     assert f"This run is not finished (epoch 0). Go on with: dcnet train --resume {folder}" in text
     assert f"No filters, angles and examples: {folder} has no checkpoint.safetensors" in text
+
+
+def test_a_folder_that_cannot_be_written_to(runs, tmp_path):
+    folder = tmp_path / "locked"
+    shutil.copytree(runs[0].folder, folder)
+    (folder / "inspection.json").unlink(missing_ok=True)
+    (folder / ".inspection.json.part").mkdir()
+    assert "kernels of stages.0" in write_report([folder], tmp_path / "out").read_text()
+
+
+def test_worst_is_of_one_eps_and_true_labels(runs, tmp_path):
+    folder = tmp_path / "attacked"
+    shutil.copytree(runs[1].folder, folder)
+    run = dcnet.training.Run(folder)
+    (folder / "attacks.json").unlink()
+    for accuracy, eps, labels, transfer in ((5.0, 0.3, "true", False), (40.0, 0.1, "true", False), (30.0, 0.1, "true", False)):
+        run.add_attack({"attacks": [{"attack": "pgd", "accuracy": accuracy}], "eps": eps, "labels": labels, "transfer": transfer, "images": 3})
+    run.add_attack({"attacks": [{"attack": "pgd", "accuracy": 1.0}], "eps": 0.1, "labels": "predicted", "transfer": False, "images": 3})
+    run.add_attack({"attacks": [{"attack": "pgd", "accuracy": 2.0}], "eps": 0.1, "labels": "true", "transfer": True, "images": 3})
+    assert Shown("attacked", run).worst == (30.0, 0.1)
+
+
+@pytest.mark.parametrize("file", ["result.json", "attacks.json", "metrics.jsonl"])
+def test_a_damaged_file_is_named(file, runs, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(runs[1].folder, folder)
+    (folder / file).write_text('{"a": \n')
+    with pytest.raises(ValueError, match=rf"{file} is damaged"):
+        write_report([folder], tmp_path / "out")
 
 
 def test_no_check_up(runs, tmp_path):
@@ -154,4 +188,4 @@ def test_many_runs(runs, tmp_path, count):
     if count == 20:
         assert time.perf_counter() - begun < 20.0
     assert path.stat().st_size < 250e3 * count
-    assert '<details id="run-run3">' in path.read_text()  # closed, where there are many
+    assert "<details>" in path.read_text()  # closed, where there are many

@@ -342,6 +342,18 @@ def test_a_graph_is_its_steps(tmp_path, options):
     assert runs[0].metrics[-1]["lr"] == runs[1].metrics[-1]["lr"]
 
 
+def test_metrics_cut_off_anywhere(tmp_path):
+    """A kill while a line is written leaves the lines before it."""
+    run = dcnet.train(recipe(epochs=2.0), tmp_path / "run", quiet=True)
+    path = run.folder / "metrics.jsonl"
+    whole, entries = path.read_bytes(), run.metrics
+    assert len(entries) == 2
+    assert "learned" in entries[0]
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert run.metrics == entries[: whole[:length].count(b"\n")]
+
+
 def test_penultimate_activation(tmp_path):
     options = {"magnitude": None, "steps": 1}
     features = [

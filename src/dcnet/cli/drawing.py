@@ -22,7 +22,7 @@ def figure(
 ) -> None:
     path = out or Path(f"{name}.png")
     try:
-        if path.suffix not in FORMATS:
+        if path.suffix.lower() not in FORMATS:
             raise ValueError(f"{path} ends in {path.suffix!r}; possible: {', '.join(FORMATS)}")
         drawn = make_figure(name, runs or [], data_root)
         path.parent.mkdir(parents=True, exist_ok=True)

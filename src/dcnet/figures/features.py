@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import CLASSES, grid_of, hide, new_figure
+from dcnet.figures.style import BLACK, CLASSES, grid_of, hide, label, new_figure
 
 
 def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> None:
@@ -23,9 +23,9 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
         # the name beside the centre, away from the origin, where it hides no points
         centre = mine.mean(axis=0)
         outwards = 12.0 * centre / max(float(np.linalg.norm(centre)), 1e-12)
-        axis.plot(*centre, marker="+", color="black", markersize=7)
+        axis.plot(*centre, marker="+", color="0.35", markersize=7)
         box = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
-        style = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold", "color": "black", "bbox": box, "zorder": 3}
+        style = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold", "color": BLACK, "bbox": box, "zorder": 3}
         axis.annotate(name, centre, xytext=outwards, textcoords="offset points", **style)
     axis.axhline(0.0, color="0.7", linewidth=0.6, zorder=0)
     axis.axvline(0.0, color="0.7", linewidth=0.6, zorder=0)
@@ -39,6 +39,6 @@ def features_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
     figure, axes = new_figure(rows, columns, 3.4, 3.4)
     cells = [axis for row in axes for axis in row]
     for axis, (name, inspected) in zip(cells, runs.items(), strict=False):
-        draw_features(axis, inspected, name)
+        draw_features(axis, inspected, label(name))
     hide(cells[len(runs) :])
     return figure

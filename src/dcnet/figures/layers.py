@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import DIVERGING, SEQUENTIAL, new_figure, theta_ticks
+from dcnet.figures.style import BLACK, DIVERGING, SEQUENTIAL, label, new_figure, theta_ticks
 from dcnet.inspection.layers import FARTHEST
 
 Inspected = Mapping[str, Any]  # what `inspect_run` gives
@@ -79,7 +79,7 @@ def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
     for row, layer in enumerate(inspected["layers"]):
         if "radius" in layer:
             least, _, middle, _, most = (min(value, FARTHEST) for value in layer["radius"])
-            for colour, width in (("black", 4.0), ("white", 1.5)):  # to be seen on dark and on light
+            for colour, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
                 axis.plot([least, most], [row, row], color=colour, linewidth=width)
                 axis.plot([middle], [row], color=colour, marker="|", markersize=9, markeredgewidth=width)
     marked = ", radii in white" if any("radius" in layer for layer in inspected["layers"]) else ""
@@ -107,7 +107,7 @@ def filters_figure(runs: Mapping[str, Inspected]) -> Any:
     for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
         draw_filters(left, inspected)
         draw_correlation(right, inspected)
-        left.set_ylabel(name)
+        left.set_ylabel(label(name))
     return figure
 
 
@@ -117,5 +117,5 @@ def angles_figure(runs: Mapping[str, Inspected]) -> Any:
     for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
         draw_angles(left, inspected)
         draw_norms(right, inspected)
-        left.set_ylabel(name)
+        left.set_ylabel(label(name))
     return figure

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import DIVERGING, add_legend, line_styles, new_figure
+from dcnet.figures.style import DIVERGING, add_legend, label, line_styles, new_figure
 from dcnet.inspection.examples import decoded
 from dcnet.robustness import parse_attack
 
@@ -14,12 +14,21 @@ Attacks = list[dict[str, Any]]  # what `attacks.json` of a run folder holds
 
 def deepfool_sizes(attacks: Attacks, norm: str) -> Sequence[float] | None:
     """The sorted perturbation sizes of the last DeepFool in that norm; None where there was none."""
+    found = deepfool_entry(attacks, norm)
+    return None if found is None else found["sizes"]
+
+
+def deepfool_entry(attacks: Attacks, norm: str) -> dict[str, Any] | None:
+    """The last DeepFool in that norm on the run itself, with true labels; None where there was none."""
+    if norm not in ("l2", "linf"):
+        raise ValueError(f"unknown norm {norm!r}; possible: l2, linf")
     found = []
     for result in attacks:
         for entry in result["attacks"]:
             attack = parse_attack(entry["attack"])
-            if attack.name == "deepfool" and attack.parameters.get("norm", "l2") == norm:
-                found.append(entry["sizes"])
+            own = not result.get("transfer") and result.get("labels", "true") == "true"
+            if own and attack.name == "deepfool" and attack.parameters.get("norm", "l2") == norm:
+                found.append(entry)
     return found[-1] if found else None
 
 
@@ -27,9 +36,12 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
     """Draws the size of the perturbation that DeepFool needs, over the images sorted by it: the higher, the more robust."""
     drawn = False
     for (name, attacks), style in zip(runs.items(), line_styles(), strict=False):
-        sizes = deepfool_sizes(attacks, norm)
-        if sizes is not None:
-            axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=name)
+        entry = deepfool_entry(attacks, norm)
+        if entry is not None:
+            sizes, attacked = entry["sizes"], entry.get("attacked", len(entry["sizes"]))
+            # images that it did not fool have no size: they would stand to the right
+            all_of_them = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
+            axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + all_of_them)
             drawn = True
     if not drawn:
         option = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
@@ -70,7 +82,7 @@ def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[
         check_ups = [result["check-up"] for result in attacks if "check-up" in result]
         if check_ups:
             points = points_of(check_ups[-1])
-            axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=name)
+            axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=label(name))
             drawn = True
     if not drawn:
         raise ValueError(f"no check-up was made of {', '.join(runs)}; run: dcnet attack RUN")
@@ -121,7 +133,7 @@ def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
     figure, axes = new_figure(3 * len(runs), count, 1.25, 1.4)
     for number, (name, inspected) in enumerate(runs.items()):
         rows = axes[3 * number : 3 * number + 3]
-        for row, what in zip(rows, (f"{name}\nimage", "change", "both"), strict=True):
+        for row, what in zip(rows, (f"{label(name)}\nimage", "change", "both"), strict=True):
             row[0].set_ylabel(what, fontsize=8)
         for column, example in enumerate(inspected["examples"]):
             draw_example([row[column] for row in rows], example, inspected["classes"])

@@ -10,6 +10,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
 # Petroff's ten colours, as distinct as ten can be for the colour-blind; where they stand for classes, each is also named in place.
 CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
+BLACK = "#010101"  # where it must stay black: a report on a dark page turns black itself light
 DIVERGING = "RdBu_r"  # for signed values, zero in white
 SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
 
@@ -24,6 +25,11 @@ def add_legend(axis: Any) -> None:
     """A legend that leaves room for the curves, for few of them or many."""
     entries = len(axis.get_legend_handles_labels()[1])
     axis.legend(frameon=False, fontsize=8 if entries <= 8 else 6, ncols=1 if entries <= 8 else 2)
+
+
+def label(name: str) -> str:
+    """A run's name as matplotlib shows it: no mathematics between dollars, and not hidden where it starts with _."""
+    return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:

@@ -4,20 +4,22 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
-from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, grid_of, hide, line_styles, new_figure
+from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, grid_of, hide, label, line_styles, new_figure
 
 Metrics = list[dict[str, Any]]
 
 
 def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
     """Draws "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
+    if what not in ("accuracy", "loss"):
+        raise ValueError(f"unknown curve {what!r}; possible: accuracy, loss")
     for (name, metrics), style in zip(runs.items(), line_styles(), strict=False):
         for split, width, alpha in (("train", 1.0, 0.55), ("test", 2.2, 1.0)):
             points = [(entry["epoch"], entry[f"{split}_{what}"]) for entry in metrics if f"{split}_{what}" in entry]
             if points:
                 marker = {"marker": "o", "markersize": 4} if len(points) == 1 else {}
-                label = name if split == "test" else None
-                axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=label, **marker)
+                shown = label(name) if split == "test" else None
+                axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=shown, **marker)
     axis.set(xlabel="epoch", ylabel=f"{what}{' (%)' if what == 'accuracy' else ''}", title=f"{what.capitalize()}: test thick, training thin")
     axis.grid(alpha=0.25)
     add_legend(axis)
@@ -48,9 +50,10 @@ def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: 
         colour = colours(0.9 * number / max(1, len(layers) - 1))
         low, middle, high = ([entry["learned"][parameter][name][quantile] for entry in entries] for quantile in (1, 2, 3))
         axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
-        axis.plot(epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv"))
-    label = "radius ρ, in units of E{‖x‖}" if parameter == "radius" else parameter
-    axis.set(xlabel="epoch", ylabel=label, title=title or f"Learned {parameter}: median, middle half")
+        marker = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
+        axis.plot(epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv"), **marker)
+    unit = "radius ρ, in units of E{‖x‖}" if parameter == "radius" else parameter
+    axis.set(xlabel="epoch", ylabel=unit, title=title or f"Learned {parameter}: median, middle half")
     axis.grid(alpha=0.25)
     if legend:
         axis.legend(frameon=False, fontsize=7, ncols=1 if len(layers) <= 16 else 2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -70,6 +73,6 @@ def learned_figure(runs: Mapping[str, Metrics]) -> Any:
     figure, axes = new_figure(rows, columns, 5.6, 3.6)
     cells = [axis for row in axes for axis in row]
     for axis, (name, metrics, parameter) in zip(cells, panels, strict=False):
-        draw_learned(axis, metrics, parameter, f"{name}: {parameter}")
+        draw_learned(axis, metrics, parameter, f"{label(name)}: {parameter}")
     hide(cells[len(panels) :])
     return figure

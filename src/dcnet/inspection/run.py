@@ -1,5 +1,7 @@
 """The inspection of a run: `inspection.json` in its folder, made once for each checkpoint."""
 
+import contextlib
+import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,7 @@ from dcnet.inspection.layers import filters_of, layer_statistics
 from dcnet.models.cnn import CNN
 from dcnet.training import Run
 from dcnet.training.checkpoint import load_checkpoint, write_atomically
+from dcnet.training.run import read_json
 
 FILE = "inspection.json"
 _VERSION = 1
@@ -33,15 +36,19 @@ def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = No
     if not run.checkpoint.is_file():
         raise FileNotFoundError(f"{run.folder} has no checkpoint.safetensors, and so no network to inspect")
     state = load_checkpoint(run.checkpoint)[1]
+    with run.checkpoint.open("rb") as file:
+        digest = hashlib.file_digest(file, "md5").hexdigest()
     eps = EPS.get(state["shape"]["in_channels"], 8 / 255) if eps is None else eps
-    key = {"version": _VERSION, "step": state["step"], "eps": eps}
+    key = {"version": _VERSION, "step": state["step"], "checkpoint": digest, "eps": eps}
     path = run.folder / FILE
     if path.is_file():
-        known = json.loads(path.read_text())
-        if all(known.get(name) == value for name, value in key.items()):
-            return known
+        with contextlib.suppress(ValueError):  # a damaged one is made again
+            known = read_json(path)
+            if isinstance(known, dict) and all(known.get(name) == value for name, value in key.items()):
+                return known
     found = key | _inspected(run.model, _data(run.recipe.data, str(data_root)), eps)
-    write_atomically(path, (json.dumps(found, ensure_ascii=False) + "\n").encode())
+    with contextlib.suppress(OSError):  # in a folder that cannot be written to it is made again next time
+        write_atomically(path, (json.dumps(found, ensure_ascii=False) + "\n").encode())
     return found
 
 

@@ -17,12 +17,9 @@ class Shown:
 
     title: str
     run: Run
+    anchor: str = ""
     inspection: dict[str, Any] | None = None
     missing: list[str] = field(default_factory=list)
-
-    @property
-    def anchor(self) -> str:
-        return "run-" + "".join(letter if letter.isalnum() else "-" for letter in self.title)
 
     @property
     def operator(self) -> str:
@@ -39,10 +36,14 @@ class Shown:
         return {name: value for name, value in asdict(self.run.recipe).items() if value != usual[name]}
 
     @property
-    def worst(self) -> float | None:
-        """The lowest accuracy, in percent, under any of the attacks on all its test images."""
-        found = [entry["accuracy"] for result in self.run.attacks if not result["transfer"] for entry in result["attacks"] if "accuracy" in entry]
-        return min(found) if found else None
+    def worst(self) -> tuple[float, float] | None:
+        """The lowest accuracy, in percent, that attacks on the run itself with true labels have left at the ε of the last of them; and that ε."""
+        own = [result for result in self.run.attacks if not result["transfer"] and result["labels"] == "true"]
+        own = [result for result in own if any("accuracy" in entry for entry in result["attacks"])]
+        if not own:
+            return None
+        eps = own[-1]["eps"]
+        return min(entry["accuracy"] for result in own if result["eps"] == eps for entry in result["attacks"] if "accuracy" in entry), eps
 
     @property
     def verdict(self) -> str | None:
@@ -57,7 +58,7 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
     repeated = {str(run.folder) for run in runs if [other.folder.resolve() for other in runs].count(run.folder.resolve()) > 1}
     if repeated:
         raise ValueError(f"given more than once: {', '.join(sorted(repeated))}")
-    shown = [Shown(title, run) for title, run in zip(titles_of(runs), runs, strict=True)]
+    shown = [Shown(title, run, f"run-{number}") for number, (title, run) in enumerate(zip(titles_of(runs), runs, strict=True), 1)]
     for one in shown:
         if one.run.result is None:
             last = one.run.metrics[-1]["epoch"] if one.run.metrics else 0

@@ -30,6 +30,14 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
     return create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
 
 
+def read_json(path: Path) -> Any:
+    """What the file holds; raises with its name where it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; remove it to have it made again") from error
+
+
 class Run:
     """A training run on disk."""
 
@@ -50,7 +58,7 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """What `result.json` says; None before the end."""
         path = self.folder / "result.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
 
     @property
     def accuracy(self) -> float:
@@ -65,7 +73,11 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]  # not a line cut off by a kill
+        *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
+        try:
+            return [json.loads(line) for line in lines]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
 
     def keep_metrics(self, step: int) -> None:
         """Forgets the epochs that ended after that step: a resumed run does them again."""
@@ -85,7 +97,10 @@ class Run:
     def attacks(self) -> list[dict[str, Any]]:
         """What `dcnet attack` found, one entry a call."""
         path = self.folder / "attacks.json"
-        return json.loads(path.read_text()) if path.is_file() else []
+        found = read_json(path) if path.is_file() else []
+        if not isinstance(found, list) or not all(isinstance(result, dict) and {"attacks", "transfer", "labels"} <= set(result) for result in found):
+            raise ValueError(f"{path} is not what `dcnet attack` writes; remove it, and attack again")
+        return found
 
     def add_attack(self, result: dict[str, Any]) -> Path:
         """Adds what an attack found; gives the file."""
@@ -107,7 +122,10 @@ class Run:
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
         tensors, state = load_checkpoint(self.checkpoint)
         model = build_model(self.recipe, state["shape"])
-        model.load_state_dict(without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors))
+        try:
+            model.load_state_dict(without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors))
+        except RuntimeError as error:
+            raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
 
 
