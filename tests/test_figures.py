@@ -39,7 +39,7 @@ def needs_attacks(name):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_drawn(name, runs, tmp_path):
-    folders = [] if not FIGURES[name].needs else [str(run.folder) for run in (runs[1:] if needs_attacks(name) else runs)]
+    folders = [] if not FIGURES[name].needs else [str(run.folder) for run in (runs[1:] if needs_attacks(name) or name == "radius" else runs)]
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         out = tmp_path / f"{name}{suffix}"
         result = CliRunner().invoke(app, ["figure", name, *folders, "-o", str(out), "--dpi", "30"])
@@ -81,7 +81,7 @@ def test_other_refusals(runs, tmp_path):
     for name, folders, says in (
         ("functons", [], "unknown figure 'functons'. Did you mean 'functions'"),
         ("functions", [plain], "is of no run; given"),
-        ("radius", [plain], "nothing was learned but kernels"),
+        ("radius", [plain], "the metrics of plain have no learned radius"),
     ):
         with pytest.raises(ValueError, match=says):
             make_figure(name, folders)
@@ -151,6 +151,30 @@ def test_deepfool_of_each_norm(axis, runs):
     entries = runs[1].attacks[0]["attacks"]
     assert list(axis.lines[0].get_ydata()) == entries[2]["sizes"]
     assert entries[1]["attacked"] == entries[2]["attacked"] >= entries[0]["attacked"]  # all that are right, not the survivors of FGSM
+
+
+def test_a_run_that_lacks_it_is_named(runs):
+    (runs[0].folder / "attacks.json").write_text('[{"attacks": [], "transfer": false, "labels": "true"}]')
+    try:
+        for name, says in (
+            ("deepfool", "no DeepFool in the norm l2 was run on plain;"),
+            ("curves", "no check-up was made of plain;"),
+            ("radius", "plain"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                make_figure(name, [run.folder for run in runs])
+    finally:
+        (runs[0].folder / "attacks.json").unlink()
+
+
+def test_learned_parameters_are_thinned(axis):
+    metrics = [{"epoch": epoch, "learned": {"radius": {"a": [0.0, 1.0, epoch, 3.0, 4.0]}}} for epoch in range(1, 301)]
+    figures.draw_learned(axis, metrics)
+    shown = axis.lines[0].get_xydata()
+    assert len(shown) <= 80
+    assert list(shown[0]) == [1, 1]
+    assert list(shown[-1]) == [300, 300]
+    assert len(axis.collections) == 1  # a band, as there is one layer
 
 
 def test_deepfool_is_found_whatever_the_order_of_its_parameters(axis):

@@ -34,18 +34,15 @@ def deepfool_entry(attacks: Attacks, norm: str) -> dict[str, Any] | None:
 
 def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> None:
     """Draws the size of the perturbation that DeepFool needs, over the images sorted by it: the higher, the more robust."""
-    drawn = False
-    for (name, attacks), style in zip(runs.items(), line_styles(), strict=False):
-        entry = deepfool_entry(attacks, norm)
-        if entry is not None:
-            sizes, attacked = entry["sizes"], entry.get("attacked", len(entry["sizes"]))
-            # images that it did not fool have no size: they would stand to the right
-            all_of_them = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
-            axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + all_of_them)
-            drawn = True
-    if not drawn:
+    found = {name: entry for name, attacks in runs.items() if (entry := deepfool_entry(attacks, norm)) is not None}
+    if without := [name for name in runs if name not in found]:
         option = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
-        raise ValueError(f"no DeepFool in this norm was run on {', '.join(runs)}; run: dcnet attack RUN --attacks {option}")
+        raise ValueError(f"no DeepFool in the norm {norm} was run on {', '.join(without)}; run: dcnet attack RUN --attacks {option}")
+    for (name, entry), style in zip(found.items(), line_styles(), strict=False):
+        sizes, attacked = entry["sizes"], entry.get("attacked", len(entry["sizes"]))
+        # images that it did not fool have no size: they would stand to the right
+        fooled = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
+        axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + fooled)
     axis.set(xlabel="image, sorted", ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'})", title="DeepFool", ylim=(0.0, None))
     axis.grid(alpha=0.25)
     add_legend(axis)
@@ -77,15 +74,12 @@ def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
 
 
 def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]) -> None:
-    drawn = False
-    for (name, attacks), style in zip(runs.items(), line_styles(), strict=False):
-        check_ups = [result["check-up"] for result in attacks if "check-up" in result]
-        if check_ups:
-            points = points_of(check_ups[-1])
-            axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=label(name))
-            drawn = True
-    if not drawn:
-        raise ValueError(f"no check-up was made of {', '.join(runs)}; run: dcnet attack RUN")
+    found = {name: [result["check-up"] for result in attacks if "check-up" in result] for name, attacks in runs.items()}
+    if without := [name for name, check_ups in found.items() if not check_ups]:
+        raise ValueError(f"no check-up was made of {', '.join(without)}; run: dcnet attack RUN")
+    for (name, check_ups), style in zip(found.items(), line_styles(), strict=False):
+        points = points_of(check_ups[-1])
+        axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=label(name))
     axis.set(ylabel="accuracy under PGD (%)", ylim=(-3.0, 103.0))
     axis.grid(alpha=0.25)
     add_legend(axis)

@@ -7,6 +7,8 @@ from typing import Any
 from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, grid_of, hide, label, line_styles, new_figure
 
 Metrics = list[dict[str, Any]]
+_POINTS = 60  # epochs that are drawn of learned parameters
+_BANDS = 4  # layers that have bands: more would lie on top of each other
 
 
 def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
@@ -34,7 +36,7 @@ def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
 
 
 def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True) -> None:
-    """Draws the learned parameter of every layer by epoch: the median over its kernels, and in a band the middle half of them.
+    """Draws the learned parameter of every layer by epoch: the median over its kernels, and of few layers in a band the middle half of them.
 
     The legend stands to the right of the axis.
     """
@@ -43,17 +45,20 @@ def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: 
     entries = [entry for entry in metrics if parameter in entry.get("learned", {})]
     if not entries:
         raise ValueError(f"no learned {parameter} in these metrics; possible: {', '.join(learned_parameters(metrics)) or 'nothing was learned'}")
+    entries = entries[: -1 : max(1, len(entries) // _POINTS)] + entries[-1:]
     layers = list(entries[0]["learned"][parameter])
+    bands = len(layers) <= _BANDS
     colours = matplotlib.colormaps[SEQUENTIAL]
     epochs = [entry["epoch"] for entry in entries]
     for number, (name, style) in enumerate(zip(layers, cycle(STYLES), strict=False)):
-        colour = colours(0.9 * number / max(1, len(layers) - 1))
+        colour = colours(0.3 + 0.6 * number / max(1, len(layers) - 1))  # neither end, to be seen on dark and on light
         low, middle, high = ([entry["learned"][parameter][name][quantile] for entry in entries] for quantile in (1, 2, 3))
-        axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+        if bands:
+            axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
         marker = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
         axis.plot(epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv"), **marker)
     unit = "radius ρ, in units of E{‖x‖}" if parameter == "radius" else parameter
-    axis.set(xlabel="epoch", ylabel=unit, title=title or f"Learned {parameter}: median, middle half")
+    axis.set(xlabel="epoch", ylabel=unit, title=title or f"Learned {parameter}: median{', middle half' if bands else ''}")
     axis.grid(alpha=0.25)
     if legend:
         axis.legend(frameon=False, fontsize=7, ncols=1 if len(layers) <= 16 else 2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -67,8 +72,12 @@ def learned_parameters(metrics: Metrics) -> list[str]:
 def learned_figure(runs: Mapping[str, Metrics]) -> Any:
     """The learned radii (and parameters such as k) of several runs, a panel each."""
     panels = [(name, metrics, parameter) for name, metrics in runs.items() for parameter in learned_parameters(metrics)]
-    if not panels:
-        raise ValueError(f"{', '.join(runs)}: nothing was learned but kernels; the operators with a radius are ball, tanh and seg")
+    without = [name for name, metrics in runs.items() if not learned_parameters(metrics)]
+    if without:
+        raise ValueError(
+            f"the metrics of {', '.join(without)} have no learned radius: the operators with one are ball, tanh and seg with radius=learned "
+            "(and runs recorded by older versions have none)",
+        )
     rows, columns = grid_of(len(panels), 2)
     figure, axes = new_figure(rows, columns, 5.6, 3.6)
     cells = [axis for row in axes for axis in row]
