@@ -3,6 +3,7 @@
     python experiments/robustness.py train  --runs runs/robustness --seconds 500     # goes on where it was left
     python experiments/robustness.py attack --runs runs/robustness
     python experiments/robustness.py statistics --runs runs/robustness               # attacks with E{‖x‖} of the batch
+    python experiments/robustness.py keep   --runs runs/robustness --into results/robustness   # all but the checkpoints
     python experiments/robustness.py tables --runs runs/robustness --into docs/robustness.md
 
 Every step skips what is done. Jobs run side by side, as a small network leaves a GPU idle.
@@ -169,7 +170,7 @@ def calls_of(folder):
         elif result["labels"] == "predicted":
             yield "predicted", result
         else:
-            yield {"fgsm": "white", "deepfool": "sizes", "auto": "auto"}.get(names[0], names[0]), result
+            yield {("fgsm", "bim", "pgd"): "white", ("deepfool", "deepfool"): "sizes", ("auto",): "auto"}.get(tuple(names), "other"), result
 
 
 def of_batch(folder):
@@ -189,6 +190,8 @@ def keep(options):
 
 
 def tables(options):
+    if not options.into.is_file():
+        raise SystemExit(f"{options.into} does not exist; it must have the lines {BEGIN} and {END}, for the tables to go between")
     text = options.into.read_text()
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise SystemExit(f"{options.into} must have the lines {BEGIN} and {END} once each")
@@ -263,8 +266,9 @@ def main():
     parser.add_argument("--data", default="cifar10", help="of statistics")
     parser.add_argument("--limit", type=int, help="of statistics: only so many images")
     parser.add_argument("--auto", action="store_true", help="AutoAttack too (pip install 'dcnet[attacks]')")
-    parser.add_argument("--into", type=Path, default=Path("docs/robustness.md"), help="of tables: the file; of keep: the folder")
+    parser.add_argument("--into", type=Path, help="of tables: the file (docs/robustness.md); of keep: the folder (results/robustness)")
     options = parser.parse_args()
+    options.into = options.into or Path({"keep": "results/robustness"}.get(options.step, "docs/robustness.md"))
     options.runs.mkdir(parents=True, exist_ok=True)
     {"train": train, "attack": attack, "statistics": statistics, "keep": keep, "tables": tables}[options.step](options)
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet import m
 from dcnet.cli import exploring
+from dcnet.cli import own_formulas as own_formulas_option
 from dcnet.explorer import arithmetic, render, to_javascript
 from dcnet.formulas import look_up
 from dcnet.ops.operator import WEIGHTINGS, make_operator
@@ -170,7 +171,7 @@ def test_what_cannot_be_translated(catalogue, tmp_path):
 
     file = tmp_path / "mine.py"
     file.write_text("import dcnet\n@dcnet.angular\ndef gone(c):\n    return c, 1.0\n")
-    exploring.register(file)
+    own_formulas_option.register([file])
     file.write_text("import dcnet\n\n@dcnet.angular\ndef gone(c):\n    return c, 1.0\n")
     with pytest.raises(ValueError, match=r"line 2 of .*mine.py has no 'def gone' \(any more\)"):
         to_javascript(look_up("angular", "gone"))

@@ -14,7 +14,6 @@ import dcnet
 from dcnet import figures, m
 from dcnet.cli import app
 from dcnet.figures import FIGURES, make_figure
-from dcnet.formulas import catalogue
 
 
 @pytest.fixture
@@ -92,19 +91,26 @@ def test_other_refusals(runs, tmp_path):
         make_figure("features", [other.folder])
 
 
-def test_a_users_formula_is_drawn():
+def test_a_users_formula_is_drawn(catalogue):
     @dcnet.magnitude
     def test_figures_root(n, alpha: dcnet.positive = 1.0):
         """α·√(1 + ‖x‖)"""
         r = m.sqrt(1.0 + n)
         return alpha * r, alpha * 0.5 / r
 
-    try:
-        assert "test_figures_root" in [axis.get_title() for axis in make_figure("geometry").axes]
-        labels = [text.get_text() for text in make_figure("functions").axes[0].get_legend().get_texts()]
-        assert "test_figures_root" in labels
-    finally:
-        del catalogue._CATALOGUES["magnitude"]["test_figures_root"]
+    assert "test_figures_root" in [axis.get_title() for axis in make_figure("geometry").axes]
+    labels = [text.get_text() for text in make_figure("functions").axes[0].get_legend().get_texts()]
+    assert "test_figures_root" in labels
+
+
+def test_a_file_of_formulas(tmp_path, catalogue):
+    file = tmp_path / "mine.py"
+    file.write_text('import dcnet\n\n@dcnet.angular\ndef halved(c):\n    """half of cos θ"""\n    return 0.5 * c, 0.5\n')
+    result = CliRunner().invoke(app, ["figure", "functions", "-o", str(tmp_path / "x.svg"), "--formulas", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "halved" in dcnet.angulars()
+    result = CliRunner().invoke(app, ["figure", "functions", "--formulas", str(tmp_path / "none.py")])
+    assert "there is no such file" in " ".join(result.output.split())
 
 
 def test_geometry_keeps_directions_and_bends_lengths(axis):

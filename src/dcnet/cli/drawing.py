@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dcnet.cli.own_formulas import Formulas, register
 from dcnet.cli.training import DataRoot, fail
 from dcnet.figures import FIGURES, make_figure
 
@@ -18,12 +19,14 @@ def figure(
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
     dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 150,
+    formulas: Formulas = None,
     data_root: DataRoot = Path("data"),
 ) -> None:
     path = out or Path(f"{name}.png")
     try:
         if path.suffix.lower() not in FORMATS:
             raise ValueError(f"{path} ends in {path.suffix!r}; possible: {', '.join(FORMATS)}")
+        register(formulas)
         drawn = make_figure(name, runs or [], data_root)
         path.parent.mkdir(parents=True, exist_ok=True)
         drawn.savefig(path, dpi=dpi)
