@@ -27,6 +27,7 @@ def _image(axis: Any, values: Tensor, extent: tuple[float, float, float, float],
     axis.contour(across.numpy(), up.numpy(), values.numpy(), levels=levels, colors="0.25", linewidths=0.6, negative_linestyles="dashed")
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.9)
     bar.ax.tick_params(labelsize=8)
+    bar.set_label("output", fontsize=8)
 
 
 def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: float = 3.0) -> None:

@@ -115,7 +115,7 @@ def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Seque
     for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
         colours = DIVERGING if name == "change" else "gray"
         axis.imshow(picture.squeeze(), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
-        axis.set_title(captions[name], fontsize=8)
+        axis.set_title(captions[name].replace(" ", "\n", 1) if name != "change" else captions[name], fontsize=8)  # long names run into each other
         axis.set(xticks=[], yticks=[])
 
 
@@ -124,7 +124,7 @@ def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
     count = max((len(inspected["examples"]) for inspected in runs.values()), default=0)
     if count == 0:
         raise ValueError(f"{', '.join(runs)}: no image is classified right, so there is none to change")
-    figure, axes = new_figure(3 * len(runs), count, 1.25, 1.4)
+    figure, axes = new_figure(3 * len(runs), count, 1.25, 1.55)
     for number, (name, inspected) in enumerate(runs.items()):
         rows = axes[3 * number : 3 * number + 3]
         for row, what in zip(rows, (f"{label(name)}\nimage", "change", "both"), strict=True):
