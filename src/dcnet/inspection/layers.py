@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dcnet.layers import Block, Decoupled, decoupled_layers
 from dcnet.ops import EPS, decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
+from dcnet.training.learned import quantiles_of
 
 BINS = 60
 FARTHEST = 3.0  # the largest ‖x‖ with a bin of its own, in units of E{‖x‖}; the last bin has all beyond
@@ -68,9 +69,8 @@ def _statistics(layer: Any, x: Tensor) -> dict[str, Any]:
     }
     radius = layer.effective_radius if isinstance(layer, Decoupled) else None
     if radius is not None:
-        learned = layer.running_norm.mean() if layer.raw_radius is not None else 1.0
-        points = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], device=radius.device)
-        statistics["radius"] = [float(f"{v:.5g}") for v in (radius.float() * learned / mean).quantile(points).tolist()]
+        unit = layer.running_norm.mean() if layer.raw_radius is not None else 1.0
+        statistics["radius"] = quantiles_of(radius * unit / mean)
     return statistics
 
 

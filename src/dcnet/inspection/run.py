@@ -14,6 +14,7 @@ from dcnet.data import FOLDER, DataSet, load_data
 from dcnet.inspection.examples import adversarial_examples
 from dcnet.inspection.layers import filters_of, layer_statistics
 from dcnet.models.cnn import CNN
+from dcnet.robustness import EPS
 from dcnet.training import Run
 from dcnet.training.checkpoint import load_checkpoint, write_atomically
 from dcnet.training.run import read_json
@@ -23,7 +24,7 @@ _VERSION = 1
 _IMAGES = 64  # of which θ and ‖x‖ are counted
 _ATTACKED = 16  # of which adversarial examples are made
 _POINTS = 2000  # features, where a plane shows them
-EPS = {1: 0.1, 3: 8 / 255}  # for grey images, drawn in black and white, a change of 8/255 says little
+_EPS_GREY = 0.1  # for grey images, drawn in black and white, a change of 8/255 says little
 
 
 def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = None) -> dict[str, Any]:
@@ -38,7 +39,8 @@ def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = No
     state = load_checkpoint(run.checkpoint)[1]
     with run.checkpoint.open("rb") as file:
         digest = hashlib.file_digest(file, "md5").hexdigest()
-    eps = EPS.get(state["shape"]["in_channels"], 8 / 255) if eps is None else eps
+    if eps is None:
+        eps = _EPS_GREY if state["shape"]["in_channels"] == 1 else EPS
     key = {"version": _VERSION, "step": state["step"], "checkpoint": digest, "eps": eps}
     path = run.folder / FILE
     if path.is_file():

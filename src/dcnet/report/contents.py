@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcnet.data import MissingData
 from dcnet.figures import titles_of
 from dcnet.inspection import inspect_run
 from dcnet.training import Recipe, Run
@@ -65,7 +64,7 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
             one.missing.append(f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {one.run.folder}")
         try:
             one.inspection = inspect_run(one.run, data_root)
-        except (FileNotFoundError, MissingData, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             one.missing.append(f"No filters, angles and examples: {error}")
         if not one.run.attacks:
             one.missing.append(f"Not attacked yet. Run: dcnet attack {one.run.folder}")

@@ -125,9 +125,11 @@ def _kernels(one: Shown) -> list[dict[str, str]]:
 
 def _examples(one: Shown) -> list[list[dict[str, str]]]:
     """Adversarial examples: for each its pictures with captions."""
+    if one.inspection is None:
+        return []
     found = []
-    for example in one.inspection["examples"] if one.inspection is not None else []:
-        captions = example_captions(example, one.inspection["classes"] if one.inspection else [])
+    for example in one.inspection["examples"]:
+        captions = example_captions(example, one.inspection["classes"])
         pictures = example_pictures(example)
         found.append([{"source": png(picture, name == "change"), "caption": captions[name], "name": name} for name, picture in pictures.items()])
     return found

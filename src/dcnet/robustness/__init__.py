@@ -5,12 +5,13 @@ from dcnet.robustness.checkup import check_up
 from dcnet.robustness.curves import accuracy_by_eps, accuracy_by_steps
 from dcnet.robustness.deepfool import deepfool
 from dcnet.robustness.evaluate import ATTACKS, Attack, evaluate, parse_attack
-from dcnet.robustness.gradient_attacks import bim, fgsm, pgd
+from dcnet.robustness.gradient_attacks import EPS, bim, fgsm, pgd
 from dcnet.robustness.losses import LOSSES
 from dcnet.robustness.square import square
 
 __all__ = [
     "ATTACKS",
+    "EPS",
     "LOSSES",
     "Attack",
     "accuracy_by_eps",

@@ -8,15 +8,20 @@ from dcnet.layers import decoupled_layers
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
+def quantiles_of(values: Tensor) -> list[float]:
+    """QUANTILES of the values, with as many digits as a figure needs."""
+    found = values.detach().float().flatten().quantile(torch.tensor(QUANTILES, device=values.device))
+    return [float(f"{value:.5g}") for value in found.tolist()]
+
+
 @torch.no_grad()
 def learned_quantiles(model: nn.Module) -> dict[str, dict[str, list[float]]]:
     """By parameter ("radius" before E, "k"), then by layer: QUANTILES over its kernels. Empty where nothing of the kind is learned."""
-    found: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for name, layer in decoupled_layers(model).items():
         learned = dict(layer.learned_parameters)
         if layer.raw_radius is not None and layer.effective_radius is not None:
             learned["radius"] = layer.effective_radius
         for parameter, values in learned.items():
-            points = torch.tensor(QUANTILES, device=values.device)
-            found.setdefault(parameter, {})[name] = values.detach().float().flatten().quantile(points)
-    return {parameter: {name: [float(f"{v:.5g}") for v in values.tolist()] for name, values in layers.items()} for parameter, layers in found.items()}
+            found.setdefault(parameter, {})[name] = quantiles_of(values)
+    return found
