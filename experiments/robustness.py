@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import dcnet
+from dcnet.bench import render_into
 from dcnet.data import load_data
 from dcnet.layers import decoupled_layers
 from dcnet.training.settings import tf32
@@ -64,11 +65,11 @@ def jobs(variants):
         for training in ("natural", "fgsm"):
             if (variant == "mixed" and training == "natural") or (variant == "long" and training == "fgsm"):
                 continue
+            how = [*extra, *(["--adversarial", "fgsm"] if training == "fgsm" else [])]
             for name, magnitude in OPERATORS.items():
-                flags = ["--magnitude", magnitude, *extra, *(["--adversarial", "fgsm"] if training == "fgsm" else [])]
-                yield "-".join(filter(None, (training, name, variant))), flags
+                yield "-".join(filter(None, (training, name, variant))), ["--magnitude", magnitude, *how]
             if not variant:
-                yield f"{training}-source", [*flags[2:], "--magnitude", "none", "--seed", "1"]
+                yield f"{training}-source", ["--magnitude", "none", "--seed", "1", *how]
 
 
 def run_all(commands, parallel, seconds):
@@ -192,11 +193,7 @@ def keep(options):
 def tables(options):
     if not options.into.is_file():
         raise SystemExit(f"{options.into} does not exist; it must have the lines {BEGIN} and {END}, for the tables to go between")
-    text = options.into.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{options.into} must have the lines {BEGIN} and {END} once each")
-    before, rest = text.split(BEGIN)
-    options.into.write_text(f"{before}{BEGIN}\n{rendered(options.runs)}\n{END}{rest.split(END)[1]}")
+    render_into(options.into, rendered(options.runs), BEGIN, END)
 
 
 def rendered(runs):

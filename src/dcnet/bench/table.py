@@ -48,14 +48,14 @@ def render(rows: Iterable[Row]) -> str:
     )
 
 
-def render_into(path: Path, table: str) -> None:
+def render_into(path: Path, table: str, begin: str = BEGIN, end: str = END) -> None:
     """Puts the table between its two marks in a file."""
     text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{path} must have the lines {BEGIN} and {END} once each, for the table to go between")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{path} must have the lines {begin} and {end} once each, for the table to go between")
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    path.write_text(f"{before}{begin}\n{table}\n{end}{after}")
 
 
 def _case(row: Row) -> Case:
