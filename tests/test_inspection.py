@@ -124,3 +124,9 @@ def test_missing(run, tmp_path):
     (folder / "recipe.json").write_text((run.folder / "recipe.json").read_text())
     with pytest.raises(FileNotFoundError, match=r"no checkpoint\.safetensors"):
         inspect_run(dcnet.training.Run(folder))
+    found = inspect_run(run)
+    (folder / "inspection.json").write_text((run.folder / "inspection.json").read_text())
+    assert inspect_run(dcnet.training.Run(folder)) == found
+    (folder / "inspection.json").write_text(json.dumps({**found, "version": 0}))
+    with pytest.raises(ValueError, match=r"inspection\.json is of another version"):
+        inspect_run(dcnet.training.Run(folder))

@@ -164,7 +164,7 @@ def test_the_command(runs, tmp_path):
 
 
 def test_a_picture_keeps_its_words():
-    text = svg([lambda axis: axis.set(xlabel="0.123456", xlim=(0.0, 0.001))], 'a "label" & more')
+    text = svg(lambda axis: axis.set(xlabel="0.123456", xlim=(0.0, 0.001)), 'a "label" & more')
     assert ">0.123456<" in text
     assert ">0.0002<" in text or ">0.00025<" in text  # a tick
     assert 'aria-label="a &quot;label&quot; &amp; more"' in text

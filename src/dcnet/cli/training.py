@@ -1,5 +1,6 @@
 """`dcnet train`, `evaluate` and `runs`. The flags of `train` are the fields of a recipe."""
 
+import contextlib
 import inspect
 import os
 import sys
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dcnet.data import FOLDER
+from dcnet.inspection import inspect_run
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, autocast_of, change, joined, make_recipe, open_data, read_recipe, settings
 from dcnet.training import evaluate as evaluate_model
 from dcnet.training import train as train_recipe
@@ -109,6 +111,8 @@ def train(
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes stay silent
         show_runs([done])
+        with contextlib.suppress(ValueError, OSError, KeyboardInterrupt):  # `dcnet report` makes what is missing, or says why it cannot
+            inspect_run(done, data_root)
 
 
 def evaluate(

@@ -74,16 +74,22 @@ def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
 
 
 def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
-    """Draws how often each layer sees which ‖x‖, in units of its mean; marked are the least, median and greatest radius of its kernels."""
+    """Draws how often each layer sees which ‖x‖, in units of its mean; marked are the least, median and greatest radius of its kernels.
+
+    An arrow stands where the greatest is beyond the end of the axis.
+    """
     _draw_histograms(axis, inspected, "norm", FARTHEST, bar)
-    for row, layer in enumerate(inspected["layers"]):
-        if "radius" in layer:
-            least, _, middle, _, most = (min(value, FARTHEST) for value in layer["radius"])
-            for colour, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
-                axis.plot([least, most], [row, row], color=colour, linewidth=width)
-                axis.plot([middle], [row], color=colour, marker="|", markersize=9, markeredgewidth=width)
-    marked = ", radii in white" if any("radius" in layer for layer in inspected["layers"]) else ""
-    axis.set(xlabel="‖x‖ / E{‖x‖}", title=f"Norms of patches{marked}")
+    radii = {row: layer["radius"] for row, layer in enumerate(inspected["layers"]) if "radius" in layer}
+    if radii:
+        rows = list(radii)
+        least, _, middle, _, most = np.minimum(np.asarray(list(radii.values())), FARTHEST).T
+        beyond = [row for row in rows if radii[row][-1] > FARTHEST]
+        for colour, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
+            axis.hlines(rows, least, most, color=colour, linewidth=width)
+            axis.plot(middle, rows, color=colour, linestyle="none", marker="|", markersize=9, markeredgewidth=width)
+            axis.plot([0.985 * FARTHEST] * len(beyond), beyond, color=colour, linestyle="none", marker=">", markersize=3.0 + width, markeredgewidth=0)
+    marked = f", radii in white{' (▸ beyond)' if any(radius[-1] > FARTHEST for radius in radii.values()) else ''}" if radii else ""
+    axis.set(xlabel="‖x‖ / E{‖x‖}", title=f"Norms of patches{marked}", xlim=(0.0, FARTHEST))
 
 
 def _draw_histograms(axis: Any, inspected: Inspected, what: str, high: float, bar: bool) -> None:

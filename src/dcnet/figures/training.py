@@ -7,8 +7,9 @@ from typing import Any
 from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, grid_of, hide, label, line_styles, new_figure
 
 Metrics = list[dict[str, Any]]
-_POINTS = 60  # epochs that are drawn of learned parameters
+_POINTS = 40  # epochs that are drawn of learned parameters
 _BANDS = 4  # layers that have bands: more would lie on top of each other
+_NAMES = 12  # layers that the legend names: of more, every second or third, as their colours follow their order
 
 
 def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
@@ -47,7 +48,7 @@ def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: 
         raise ValueError(f"no learned {parameter} in these metrics; possible: {', '.join(learned_parameters(metrics)) or 'nothing was learned'}")
     entries = entries[: -1 : max(1, len(entries) // _POINTS)] + entries[-1:]
     layers = list(entries[0]["learned"][parameter])
-    bands = len(layers) <= _BANDS
+    bands, step = len(layers) <= _BANDS, -(-len(layers) // _NAMES)
     colours = matplotlib.colormaps[SEQUENTIAL]
     epochs = [entry["epoch"] for entry in entries]
     for number, (name, style) in enumerate(zip(layers, cycle(STYLES), strict=False)):
@@ -56,12 +57,14 @@ def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: 
         if bands:
             axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
         marker = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
-        axis.plot(epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv"), **marker)
+        axis.plot(
+            epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv") if number % step == 0 else None, **marker
+        )
     unit = "radius ρ, in units of E{‖x‖}" if parameter == "radius" else parameter
     axis.set(xlabel="epoch", ylabel=unit, title=title or f"Learned {parameter}: median{', middle half' if bands else ''}")
     axis.grid(alpha=0.25)
     if legend:
-        axis.legend(frameon=False, fontsize=7, ncols=1 if len(layers) <= 16 else 2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def learned_parameters(metrics: Metrics) -> list[str]:

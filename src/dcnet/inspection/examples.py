@@ -15,7 +15,7 @@ def adversarial_examples(model: nn.Module, images: Tensor, labels: Tensor, eps: 
     """Some of the images that the network gets right, those first that PGD makes it get wrong; images in [0, 1]."""
     with torch.no_grad():
         before = model(images).softmax(1)
-    right = (before.argmax(1) == labels).nonzero().squeeze(1)
+    right = (before.argmax(1) == labels).nonzero().squeeze(1)[: count + 2]  # a few more than are shown, as not all are fooled
     images, labels, before = images[right], labels[right], before[right]
     if not len(labels):
         return []

@@ -16,42 +16,51 @@ from dcnet.inspection.layers import filters_of, layer_statistics
 from dcnet.models.cnn import CNN
 from dcnet.robustness import EPS
 from dcnet.training import Run
-from dcnet.training.checkpoint import load_checkpoint, write_atomically
+from dcnet.training.checkpoint import load_state, write_atomically
 from dcnet.training.run import read_json
 
 FILE = "inspection.json"
 _VERSION = 1
-_IMAGES = 64  # of which θ and ‖x‖ are counted
+_IMAGES = 32  # of which θ and ‖x‖ are counted; more costs a wide network on a CPU many seconds, and moves no curve
 _ATTACKED = 16  # of which adversarial examples are made
-_POINTS = 2000  # features, where a plane shows them
+_POINTS = 1000  # features, where a plane shows them
 _EPS_GREY = 0.1  # for grey images, drawn in black and white, a change of 8/255 says little
 
 
 def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = None) -> dict[str, Any]:
     """Filters, θ and ‖x‖ by layer, adversarial examples and, of a network with two features, the features of the test images.
 
-    What the folder has of this checkpoint is read, not made again.
+    What the folder has of this checkpoint is read, not made again; a folder without a checkpoint may have it too.
     """
     if run.recipe.data.startswith(FOLDER):
         raise ValueError(f"{run.folder} was trained on {run.recipe.data}, which is too large to be inspected as a whole")
+    path = run.folder / FILE
     if not run.checkpoint.is_file():
+        if path.is_file():
+            return _known(path)
         raise FileNotFoundError(f"{run.folder} has no checkpoint.safetensors, and so no network to inspect")
-    state = load_checkpoint(run.checkpoint)[1]
+    state = load_state(run.checkpoint)
     with run.checkpoint.open("rb") as file:
-        digest = hashlib.file_digest(file, "md5").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if eps is None:
         eps = _EPS_GREY if state["shape"]["in_channels"] == 1 else EPS
     key = {"version": _VERSION, "step": state["step"], "checkpoint": digest, "eps": eps}
-    path = run.folder / FILE
     if path.is_file():
         with contextlib.suppress(ValueError):  # a damaged one is made again
-            known = read_json(path)
-            if isinstance(known, dict) and all(known.get(name) == value for name, value in key.items()):
+            known = _known(path)
+            if all(known.get(name) == value for name, value in key.items()):
                 return known
     found = key | _inspected(run.model, _data(run.recipe.data, str(data_root)), eps)
     with contextlib.suppress(OSError):  # in a folder that cannot be written to it is made again next time
         write_atomically(path, (json.dumps(found, ensure_ascii=False) + "\n").encode())
     return found
+
+
+def _known(path: Path) -> dict[str, Any]:
+    known = read_json(path)
+    if not isinstance(known, dict) or known.get("version") != _VERSION:
+        raise ValueError(f"{path} is of another version; it can be made again from the run's checkpoint")
+    return known
 
 
 @lru_cache(maxsize=1)

@@ -19,6 +19,10 @@ class Shown:
     anchor: str = ""
     inspection: dict[str, Any] | None = None
     missing: list[str] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(init=False)  # read once: `Run` reads its file each time it is asked
+
+    def __post_init__(self) -> None:
+        self.metrics = self.run.metrics
 
     @property
     def operator(self) -> str:
@@ -60,7 +64,7 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
     shown = [Shown(title, run, f"run-{number}") for number, (title, run) in enumerate(zip(titles_of(runs), runs, strict=True), 1)]
     for one in shown:
         if one.run.result is None:
-            last = one.run.metrics[-1]["epoch"] if one.run.metrics else 0
+            last = one.metrics[-1]["epoch"] if one.metrics else 0
             one.missing.append(f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {one.run.folder}")
         try:
             one.inspection = inspect_run(one.run, data_root)

@@ -74,41 +74,37 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _overview(shown: Sequence[Shown]) -> str | None:
+def _overview(shown: Sequence[Shown]) -> list[str]:
     """The curves of all runs together."""
-    runs = {one.title: one.run.metrics for one in shown if one.run.metrics}
-    if not runs:
-        return None
-    return svg([lambda axis: draw_convergence(axis, runs), lambda axis: draw_convergence(axis, runs, "loss")], "accuracy and loss by epoch")
+    runs = {one.title: one.metrics for one in shown if one.metrics}
+    return [svg(lambda axis, what=what: draw_convergence(axis, runs, what), f"{what} by epoch", 4.6, 3.6) for what in ("accuracy", "loss") if runs]  # type: ignore[misc]
 
 
-def _robustness(shown: Sequence[Shown]) -> str | None:
+def _robustness(shown: Sequence[Shown]) -> list[str]:
     """Accuracy against ε and steps, and sizes of perturbations, of the runs that have them."""
     checked = {one.title: one.run.attacks for one in shown if one.verdict is not None}
-    draws: list[Draw] = []
+    draws: dict[str, Draw] = {}
     if checked:
-        draws += [lambda axis: draw_eps(axis, checked), lambda axis: draw_steps(axis, checked)]
+        draws = {"accuracy by ε": lambda axis: draw_eps(axis, checked), "accuracy by steps": lambda axis: draw_steps(axis, checked)}
     for norm in ("l2", "linf"):
         fooled = {one.title: one.run.attacks for one in shown if deepfool_sizes(one.run.attacks, norm) is not None}
         if fooled:
-            draws.append(lambda axis, norm=norm, fooled=fooled: draw_deepfool(axis, fooled, norm))  # type: ignore[misc]
-    return svg(draws, "robustness curves") if draws else None
+            draws[f"DeepFool's perturbations, {norm}"] = lambda axis, norm=norm, fooled=fooled: draw_deepfool(axis, fooled, norm)  # type: ignore[misc]
+    return [svg(draw, name, 4.6, 3.6) for name, draw in draws.items()]
 
 
 def _pictures(one: Shown) -> list[str]:
     """Of one run: what it has learned besides kernels, angles and norms, and features where there are two."""
-    metrics, inspected = one.run.metrics, one.inspection
-    pictures = []
-    learned = learned_parameters(metrics)
-    if learned:
-        # one legend, beyond the last panel
-        draws: list[Draw] = [lambda axis, name=name: draw_learned(axis, metrics, name, legend=name == learned[-1]) for name in learned]  # type: ignore[misc]
-        pictures.append(svg(draws, f"{one.title}: learned parameters", right=0.85, width=9.2 / min(2, len(draws))))
+    inspected = one.inspection
+    pictures = [
+        svg(lambda axis, name=name: draw_learned(axis, one.metrics, name), f"{one.title}: learned {name}", margin=1.0)  # type: ignore[misc]
+        for name in learned_parameters(one.metrics)
+    ]
     if inspected is not None:
-        draws = [lambda axis: draw_angles(axis, inspected, bar=False), lambda axis: draw_norms(axis, inspected, bar=False)]
-        pictures.append(svg(draws, f"{one.title}: angles and norms"))
+        pictures.append(svg(lambda axis: draw_angles(axis, inspected, bar=False), f"{one.title}: angles"))
+        pictures.append(svg(lambda axis: draw_norms(axis, inspected, bar=False), f"{one.title}: norms"))
         if "features" in inspected:
-            pictures.append(svg([lambda axis: draw_features(axis, inspected, "Features by class")], f"{one.title}: features", 5.0, 5.0))
+            pictures.append(svg(lambda axis: draw_features(axis, inspected, "Features by class"), f"{one.title}: features", 4.2, 4.2))
     return pictures
 
 

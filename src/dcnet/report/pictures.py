@@ -13,10 +13,10 @@ from dcnet.figures.style import DIVERGING
 Draw = Callable[[Any], None]  # draws on an axis
 
 
-def svg(draws: list[Draw], label: str, width: float = 4.6, height: float = 3.3, right: float = 0.98) -> str:
-    """The figure as SVG, two panels side by side, in the page's own text colour so that it can be read on light and dark.
+def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin: float = 0.18) -> str:
+    """One panel as SVG, in the page's own text colour so that it can be read on light and dark.
 
-    right: where the panels end, as a share of the width; beyond is room for a legend.
+    margin: room on the right, in inches, for a legend. A panel each: the page puts as many side by side as the screen has room for.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -24,16 +24,12 @@ def svg(draws: list[Draw], label: str, width: float = 4.6, height: float = 3.3, 
 
     # texts stay texts: smaller, and in the page's font; the salt keeps names of parts of different pictures apart
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 9.0}):
-        columns = min(2, len(draws))
-        rows = -(-len(draws) // columns)
-        figure = Figure(figsize=(columns * width, rows * height), dpi=110)
+        figure = Figure(figsize=(width, height), dpi=110)
         # margins by hand: to work them out takes longer than to draw
-        space = {"left": 0.9 / (columns * width), "bottom": 0.55 / (rows * height), "top": 1.0 - 0.35 / (rows * height)}
-        figure.subplots_adjust(**space, right=right, wspace=0.3, hspace=0.35)
-        for number, draw in enumerate(draws):
-            axis = figure.add_subplot(rows, columns, number + 1)
-            axis.patch.set_alpha(0.0)
-            draw(axis)
+        figure.subplots_adjust(left=0.9 / width, right=1.0 - margin / width, bottom=0.55 / height, top=1.0 - 0.35 / height)
+        axis = figure.add_subplot()
+        axis.patch.set_alpha(0.0)
+        draw(axis)
         figure.patch.set_alpha(0.0)
         out = io.StringIO()
         FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None, "Creator": None})  # `savefig` draws everything twice
@@ -44,7 +40,7 @@ def svg(draws: list[Draw], label: str, width: float = 4.6, height: float = 3.3, 
     # of places a hundredth of a point is enough; what is written between tags stays as it is
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag[0]), text)
     text = text.replace("#000000", "currentColor").replace("#262626", "currentColor")
-    return text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" style="max-width: {columns * width * 115:.0f}px" ', 1)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" style="max-width: {width * 125:.0f}px" ', 1)
 
 
 def png(picture: np.ndarray, signed: bool = False) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,24 @@ def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, on the CPU, and the state."""
+    with _opened(path) as (file, state):
+        return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The state alone, which the file has at its head."""
+    with _opened(path) as (_, state):
+        return state
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a checkpoint of ours: its format is {metadata.get('format')!r}, expected {FORMAT!r}")
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["state"])  # noqa: SIM118
+            yield file, json.loads(metadata["state"])
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 

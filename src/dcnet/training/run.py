@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dcnet.models import create_model
-from dcnet.training.checkpoint import load_checkpoint, without_prefix, write_atomically
+from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix, write_atomically
 from dcnet.training.recipe import Recipe, read_recipe
 
 
@@ -113,7 +113,7 @@ class Run:
         """Of the data it was trained on: num_classes, in_channels, input_size."""
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
-        return load_checkpoint(self.checkpoint)[1]["shape"]
+        return load_state(self.checkpoint)["shape"]
 
     @property
     def model(self) -> nn.Module:
