@@ -133,6 +133,21 @@ def test_the_pictures_show_the_package_numbers(page):
     assert [red > blue for red, _, blue in colours] == [True, False, True, False]
 
 
+def test_contours_stand_where_the_values_are(page):
+    """Of a ramp from −60 to 60: a line at every quarter of the limit, broken where negative."""
+    inked = page.evaluate("""() => {
+        const context = new OffscreenCanvas(480, 480).getContext("2d");
+        drawContours(context, { left: 0, top: 0, width: 480, height: 480 }, 120, 120, (column) => column + 0.5 - 60, 80);
+        const { data } = context.getImageData(0, 0, 480, 480);
+        const across = [...Array(480).keys()];
+        return across.map((x) => across.filter((y) => data[4 * (480 * y + x) + 3] > 20).length);
+    }""")
+    lines = {x: count for x, count in enumerate(inked) if count}
+    assert {round(x / 80) for x in lines} == {1, 2, 3, 4, 5}
+    assert all(abs(x + 0.5 - round(x / 80) * 80) <= 1 for x in lines)
+    assert all(count > 470 if x > 200 else 100 < count < 380 for x, count in lines.items())
+
+
 def test_the_address_holds_the_setting(page, chromium, file):
     for select, option in [("magnitude", "seg"), ("angular", "sigmoid"), ("weighting", "joint")]:
         page.locator(f"#{select}").select_option(option)

@@ -244,6 +244,33 @@ MUTANTS = [
     Mutant(
         "robustness: any boundary", "robustness/deepfool.py", "nearest = distance.argmin(1)", "nearest = distance.argmax(1)", "test_robustness.py"
     ),
+    Mutant(
+        "figures: slopes drawn", "figures/functions.py", "torch.full_like(argument, rho))[0]", "torch.full_like(argument, rho))[1]", "test_drawn.py"
+    ),
+    Mutant("figures: classes mixed up", "figures/features.py", "points[labels == number]", "points[labels != number]", "test_drawn.py"),
+    Mutant("figures: centres left out", "figures/features.py", "centre = mine.mean(axis=0)", "centre = mine[0]", "test_drawn.py"),
+    Mutant("figures: layers upside down", "figures/layers.py", "len(layers) - 0.5, -0.5)", "-0.5, len(layers) - 0.5)", "test_drawn.py"),
+    Mutant("figures: angles reversed", "figures/layers.py", "imshow(relative, cmap=SEQ", "imshow(relative[:, ::-1], cmap=SEQ", "test_drawn.py"),
+    Mutant("figures: line not at π/2", "figures/layers.py", "axvline(math.pi / 2", "axvline(math.pi / 3", "test_drawn.py"),
+    Mutant("figures: quartiles for radii", "figures/layers.py", "least, _, middle, _, most = np", "_, least, middle, most, _ = np", "test_drawn.py"),
+    Mutant("figures: kernels without sign", "figures/layers.py", "0.5 * kernels / np", "0.5 * np.abs(kernels) / np", "test_drawn.py"),
+    Mutant("figures: cosines without sign", "figures/layers.py", "return unit @ unit.T", "return np.abs(unit @ unit.T)", "test_drawn.py"),
+    Mutant("figures: ε not times 255", "figures/robustness.py", '(255.0 * point["eps"],', '(point["eps"],', "test_drawn.py"),
+    Mutant("figures: cross at the right ones", "figures/robustness.py", "'' if what['class'] ==", "'' if what['class'] !=", "test_drawn.py"),
+    Mutant("figures: sign of the change", "figures/robustness.py", "0.5 * (changed - image)", "0.5 * (image - changed)", "test_drawn.py"),
+    Mutant("figures: other quantiles", "figures/training.py", "for quantile in (1, 2, 3)", "for quantile in (0, 2, 4)", "test_drawn.py"),
+    Mutant(
+        "inspection: unfooled first",
+        "inspection/examples.py",
+        "fooled = after.argmax(1) != labels",
+        "fooled = after.argmax(1) == labels",
+        "test_drawn.py",
+    ),
+    Mutant("inspection: ε of colour images", "inspection/run.py", "_EPS_GREY = 0.1", "_EPS_GREY = EPS", "test_drawn.py"),
+    Mutant("inspection: sine for cosine", "inspection/layers.py", ".clamp(-1.0, 1.0).acos()", ".clamp(-1.0, 1.0).asin()", "test_inspection.py"),
+    Mutant("inspection: never made again", "inspection/run.py", "known.get(name) == value for", "name in known for", "test_inspection.py"),
+    Mutant("report: the best accuracy", "report/contents.py", "return min(entry[", "return max(entry[", "test_report.py"),
+    Mutant("explorer: division turned round", "explorer/javascript.py", 'ast.Div: "/"', 'ast.Div: "*"', "test_explorer.py"),
 ]
 
 
@@ -266,7 +293,7 @@ def survives(mutant: Mutant) -> bool:
     """Whether the tests named pass although the mistake is there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("src", "tests"):
+        for part in ("src", "tests", "docs"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         plant(mutant, folder)

@@ -201,6 +201,41 @@ function drawHeat(context, box, columns, rows, values, limit) {
   context.drawImage(small, box.left, box.top, box.width, box.height);
 }
 
+// Lines of equal values(column, row) over a box, dashed where negative, so that grey print keeps the sign. Marching squares between centres.
+function drawContours(context, box, columns, rows, values, limit) {
+  const levels = [-0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75].map((share) => ({ level: share * limit, path: new Path2D() }));
+  const grid = Float64Array.from({ length: columns * rows }, (_, i) => values(i % columns, Math.floor(i / columns)));
+  const [stepX, stepY] = [box.width / columns, box.height / rows];
+  for (let row = 0; row + 1 < rows; row++) {
+    for (let column = 0; column + 1 < columns; column++) {
+      const i = row * columns + column;
+      const [a, b, c, d] = [grid[i], grid[i + 1], grid[i + columns + 1], grid[i + columns]]; // around the square
+      const [least, most] = [Math.min(a, b, c, d), Math.max(a, b, c, d)]; // not a number where one of them is none: nothing is drawn
+      for (const { level, path } of levels) {
+        if (!(least < level && level <= most)) continue;
+        if (level < 0 && (2 * column + 3 * row) % 10 < 5) continue; // pieces are too short for a line's own dashes; these gaps show in any direction
+        const crossed = [];
+        for (const [x0, y0, from, x1, y1, to] of [[0, 0, a, 1, 0, b], [1, 0, b, 1, 1, c], [1, 1, c, 0, 1, d], [0, 1, d, 0, 0, a]]) {
+          if (from < level === to < level) continue;
+          const part = (level - from) / (to - from);
+          crossed.push([box.left + (column + 0.5 + x0 + part * (x1 - x0)) * stepX, box.top + (row + 0.5 + y0 + part * (y1 - y0)) * stepY]);
+        }
+        for (let k = 0; k + 1 < crossed.length; k += 2) {
+          path.moveTo(...crossed[k]);
+          path.lineTo(...crossed[k + 1]);
+        }
+      }
+    }
+  }
+  context.save();
+  context.globalAlpha = 0.6;
+  for (const { level, path } of levels) {
+    stroke(context, { colour: "ink", width: level === 0 ? 1.2 : 0.7 });
+    context.stroke(path);
+  }
+  context.restore();
+}
+
 // The scale of colours beside a box.
 function drawColourBar(context, box, limit, label) {
   const bar = { left: box.left + box.width + 12, top: box.top, width: 12, height: box.height };

@@ -104,7 +104,9 @@ function drawResponse(canvas, setting, { across, down, limit, w }) {
   const box = { left: 58, top: 26, width: width - 58 - 76, height: height - 26 - 44 };
   const axes = { x: [0, setting.reach], y: [0, Math.PI], yTicks: PI_TICKS, xLabel: "‖x‖", yLabel: "θ (radians)" };
   const to = drawAxes(context, box, axes);
-  drawHeat(context, box, CELLS, CELLS, (column, row) => across[column] * down[row], limit);
+  const values = (column, row) => across[column] * down[row];
+  drawHeat(context, box, CELLS, CELLS, values, limit);
+  drawContours(context, box, CELLS, CELLS, values, limit);
   drawColourBar(context, box, limit, "f = h·g");
   inside(context, box, () => drawDot(context, to.x(Math.hypot(...setting.x)), to.y(Math.acos(cosine(w, setting.x))), "input"));
   canvas.setAttribute("aria-label", `Response over ‖x‖ from 0 to ${setting.reach} and θ from 0 to π; colours from −${limit} to ${limit}`);
@@ -141,7 +143,9 @@ function drawPlane(canvas, setting, { operator, plane, limit, w }) {
   const box = planeBox(canvas);
   const range = [-setting.reach, setting.reach];
   const to = drawAxes(context, box, { x: range, y: range, xLabel: "x₁", yLabel: "x₂" });
-  drawHeat(context, box, CELLS, CELLS, (column, row) => plane[row * CELLS + column], limit);
+  const values = (column, row) => plane[row * CELLS + column];
+  drawHeat(context, box, CELLS, CELLS, values, limit);
+  drawContours(context, box, CELLS, CELLS, values, limit);
   drawColourBar(context, box, limit, "f = h·g");
   const at = ([x, y]) => [to.x(x), to.y(y)];
   const haloed = (style, points) => {

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import BLACK, CLASSES, grid_of, hide, label, new_figure
+from dcnet.figures.style import BLACK, CLASSES, MARKERS, grid_of, hide, label, new_figure
 
 
 def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> None:
@@ -19,7 +19,8 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
         if not len(mine):
             continue
         colour = CLASSES[number % len(CLASSES)]
-        axis.scatter(*mine.T, s=4.0, color=colour, alpha=0.6, linewidths=0)
+        marker = MARKERS[number // len(CLASSES) % len(MARKERS)]  # where there are more classes than colours
+        axis.scatter(*mine.T, s=4.0, color=colour, marker=marker, alpha=0.6, linewidths=0)
         # the name beside the centre, away from the origin, where it hides no points
         centre = mine.mean(axis=0)
         outwards = 12.0 * centre / max(float(np.linalg.norm(centre)), 1e-12)

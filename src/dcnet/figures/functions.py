@@ -1,5 +1,6 @@
 """The curves of every magnitude and angular function in the catalogue, a user's own included."""
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: 
 
 def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
     """Draws h over ‖x‖ for every magnitude, with its default parameters and radius `rho`."""
+    if not 0.0 < rho < math.inf:
+        raise ValueError(f"rho={rho}; a radius is a positive number")
     n = torch.linspace(0.0, 3.0 * rho, 301, dtype=torch.float64)
     _draw(axis, list(magnitudes().values()), n, n, rho)
     axis.set(xlabel="‖x‖", ylabel="h(‖x‖)", title=f"Magnitude functions (ρ = {rho:g})", xlim=(0.0, 3.0 * rho), ylim=(0.0, None))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import DIVERGING, add_legend, label, line_styles, new_figure
+from dcnet.figures.style import DIVERGING, add_legend, hide, label, line_styles, new_figure
 from dcnet.inspection.examples import decoded
 from dcnet.robustness import parse_attack
 
@@ -132,6 +132,8 @@ def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
         for column, example in enumerate(inspected["examples"]):
             draw_example([row[column] for row in rows], example, inspected["classes"])
         for row in rows:
-            for axis in row[len(inspected["examples"]) :]:
-                axis.set_axis_off()
+            hide(row[max(1, len(inspected["examples"])) :])
+            if not inspected["examples"]:  # its name stays
+                row[0].set(xticks=[], yticks=[])
+                row[0].text(0.5, 0.5, "no image\nis right", ha="center", va="center", fontsize=7, transform=row[0].transAxes)
     return figure

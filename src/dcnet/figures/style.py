@@ -10,6 +10,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
 # Petroff's ten colours, as distinct as ten can be for the colour-blind; where they stand for classes, each is also named in place.
 CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
+MARKERS = ("o", "s", "^", "D", "v")
 BLACK = "#010101"  # where it must stay black: a report on a dark page turns black itself light
 DIVERGING = "RdBu_r"  # for signed values, zero in white
 SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
