@@ -50,7 +50,7 @@ def jobs(variants):
     for variant in variants:
         extra = VARIANTS[variant]
         for training in ("natural", "fgsm"):
-            if (variant == "mixed" and training == "natural") or (variant == "long" and training == "fgsm"):
+            if variant and training != ("fgsm" if variant == "mixed" else "natural"):
                 continue
             how = [*extra, *(["--adversarial", "fgsm"] if training == "fgsm" else [])]
             for name, magnitude in OPERATORS.items():
