@@ -32,7 +32,7 @@ for name, operator in OPERATORS.items():
     fgsm = [entry for done in run.attacks if done["eps"] == EPS for entry in done["attacks"] if entry["attack"] == "fgsm"]
     if not fgsm:
         found = dcnet.robustness.evaluate(run.model, images, test.labels, "fgsm,pgd", eps=EPS)
-        check_up = dcnet.robustness.check_up(run.model, images[:50], test.labels[:50], EPS, iterations=10, queries=100)
+        check_up = dcnet.robustness.check_up(run.model, images[:50], test.labels[:50], EPS, queries=100)
         run.add_attack({**found, "check-up": check_up, "from": None, "bf16": False})
         fgsm = found["attacks"][:1]
     attacked = fgsm[0]["accuracy"]
