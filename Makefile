@@ -4,7 +4,7 @@ READY := .venv/.ready
 
 .PHONY: demo test slow lint bench mutants sanitize clean
 
-## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in a minute and a half
+## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in under two minutes
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -196,3 +197,14 @@ def test_the_gallery_shows_every_figure():
         assert re.search(rf"dcnet figure {name}\b[^`]*-o docs/{name}\.png", text), name
         assert f"]({name}.png)" in text
         assert (DOCS / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_legend_stands_below(axis):
+    metrics = [{"epoch": epoch, "test_accuracy": 50.0 + epoch} for epoch in (1, 2)]
+    figures.draw_convergence(axis, {f"run {number}": metrics for number in range(8)})
+    drawn = FigureCanvasAgg(axis.figure).get_renderer()
+    assert axis.get_legend().get_window_extent(drawn).y0 > axis.get_window_extent(drawn).y0
+    axis.clear()
+    figures.draw_convergence(axis, {f"run {number}": metrics for number in range(9)})
+    axis.figure.draw(drawn)
+    assert axis.get_legend().get_window_extent(drawn).y1 < axis.xaxis.label.get_window_extent(drawn).y0

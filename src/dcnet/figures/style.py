@@ -23,9 +23,16 @@ def line_styles() -> Iterator[dict[str, Any]]:
 
 
 def add_legend(axis: Any) -> None:
-    """A legend that leaves room for the curves, for few of them or many."""
-    entries = len(axis.get_legend_handles_labels()[1])
-    axis.legend(frameon=False, fontsize=8 if entries <= 8 else 6, ncols=1 if entries <= 8 else 2)
+    """A legend among the curves where they are few; of more than fit there, in two columns below the axis."""
+    if room_below(len(axis.get_legend_handles_labels()[1])) == 0.0:
+        axis.legend(frameon=False, fontsize=8)
+    else:
+        axis.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.17))
+
+
+def room_below(entries: int) -> float:
+    """What `add_legend` needs below the axis and its label for so many entries, in inches."""
+    return 0.0 if entries <= 8 else 0.15 + 0.15 * math.ceil(entries / 2)
 
 
 def label(name: str) -> str:

@@ -1,6 +1,7 @@
 """The page itself: contents and pictures put into the template."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from dcnet.figures import (
 )
 from dcnet.figures.layers import cosines_title, filter_sheet, filters_title, kernel_cosines
 from dcnet.figures.robustness import deepfool_sizes
+from dcnet.figures.style import room_below
 from dcnet.inspection.examples import STEPS
 from dcnet.report.contents import Shown, differing_fields, gather
-from dcnet.report.pictures import Draw, png, svg
+from dcnet.report.pictures import png, svg
 from dcnet.training.checkpoint import write_atomically
 from dcnet.version import __version__
 
@@ -77,34 +79,30 @@ def _value(value: Any) -> str:
 def _overview(shown: Sequence[Shown]) -> list[str]:
     """The curves of all runs together."""
     runs = {one.title: one.metrics for one in shown if one.metrics}
-    return [svg(lambda axis, what=what: draw_convergence(axis, runs, what), f"{what} by epoch", 4.6, 3.6) for what in ("accuracy", "loss") if runs]  # type: ignore[misc]
+    room = room_below(len(runs))
+    return [svg(partial(draw_convergence, runs=runs, what=what), f"{what} by epoch", 4.6, 3.6, below=room) for what in ("accuracy", "loss") if runs]
 
 
 def _robustness(shown: Sequence[Shown]) -> list[str]:
     """Accuracy against ε and steps, and sizes of perturbations, of the runs that have them."""
     checked = {one.title: one.run.attacks for one in shown if one.verdict is not None}
-    draws: dict[str, Draw] = {}
-    if checked:
-        draws = {"accuracy by ε": lambda axis: draw_eps(axis, checked), "accuracy by steps": lambda axis: draw_steps(axis, checked)}
+    panels = [("accuracy by ε", partial(draw_eps, runs=checked), checked), ("accuracy by steps", partial(draw_steps, runs=checked), checked)]
     for norm in ("l2", "linf"):
         fooled = {one.title: one.run.attacks for one in shown if deepfool_sizes(one.run.attacks, norm) is not None}
-        if fooled:
-            draws[f"DeepFool's perturbations, {norm}"] = lambda axis, norm=norm, fooled=fooled: draw_deepfool(axis, fooled, norm)  # type: ignore[misc]
-    return [svg(draw, name, 4.6, 3.6) for name, draw in draws.items()]
+        panels.append((f"DeepFool's perturbations, {norm}", partial(draw_deepfool, runs=fooled, norm=norm), fooled))
+    return [svg(draw, name, 4.6, 3.6, below=room_below(len(runs))) for name, draw, runs in panels if runs]
 
 
 def _pictures(one: Shown) -> list[str]:
     """Of one run: what it has learned besides kernels, angles and norms, and features where there are two."""
     inspected = one.inspection
-    pictures = [
-        svg(lambda axis, name=name: draw_learned(axis, one.metrics, name), f"{one.title}: learned {name}", margin=1.0)  # type: ignore[misc]
-        for name in learned_parameters(one.metrics)
-    ]
+    learned = learned_parameters(one.metrics)
+    pictures = [svg(partial(draw_learned, metrics=one.metrics, parameter=name), f"{one.title}: learned {name}", margin=1.0) for name in learned]
     if inspected is not None:
-        pictures.append(svg(lambda axis: draw_angles(axis, inspected, bar=False), f"{one.title}: angles"))
-        pictures.append(svg(lambda axis: draw_norms(axis, inspected, bar=False), f"{one.title}: norms"))
+        pictures.append(svg(partial(draw_angles, inspected=inspected, bar=False), f"{one.title}: angles"))
+        pictures.append(svg(partial(draw_norms, inspected=inspected, bar=False), f"{one.title}: norms"))
         if "features" in inspected:
-            pictures.append(svg(lambda axis: draw_features(axis, inspected, "Features by class"), f"{one.title}: features", 4.2, 4.2))
+            pictures.append(svg(partial(draw_features, inspected=inspected, title="Features by class"), f"{one.title}: features", 4.2, 4.2))
     return pictures
 
 

@@ -13,10 +13,11 @@ from dcnet.figures.style import DIVERGING
 Draw = Callable[[Any], None]  # draws on an axis
 
 
-def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin: float = 0.18) -> str:
+def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin: float = 0.18, below: float = 0.0) -> str:
     """One panel as SVG, in the page's own text colour so that it can be read on light and dark.
 
-    margin: room on the right, in inches, for a legend. A panel each: the page puts as many side by side as the screen has room for.
+    margin, below: room on the right, and more room below, in inches, for a legend. A panel each: the page puts as many side by side as
+    the screen has room for.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -24,9 +25,10 @@ def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin:
 
     # texts stay texts: smaller, and in the page's font; the salt keeps names of parts of different pictures apart
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 9.0}):
+        height += below
         figure = Figure(figsize=(width, height), dpi=110)
         # margins by hand: to work them out takes longer than to draw
-        figure.subplots_adjust(left=0.9 / width, right=1.0 - margin / width, bottom=0.55 / height, top=1.0 - 0.35 / height)
+        figure.subplots_adjust(left=0.9 / width, right=1.0 - margin / width, bottom=(0.55 + below) / height, top=1.0 - 0.35 / height)
         axis = figure.add_subplot()
         axis.patch.set_alpha(0.0)
         draw(axis)
