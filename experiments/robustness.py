@@ -121,6 +121,8 @@ def attack(options):
     rounds = max((sum(name.split()[0] == other.split()[0] for other, *_ in commands) for name, *_ in commands), default=0)
     begun, failed = time.monotonic(), []
     for _ in range(rounds):
+        if time.monotonic() - begun >= options.seconds:
+            break
         now = {name.split()[0]: (name, command, log) for name, command, log in reversed(commands)}
         commands = [entry for entry in commands if entry not in now.values()]
         failed += run_all(list(now.values()), options.parallel, options.seconds - (time.monotonic() - begun))
