@@ -1,6 +1,9 @@
 """The command line and the figures it draws."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -120,3 +123,41 @@ def test_attack(tmp_path):
         result = call("attack", str(run), "--device", "cpu", *arguments)
         assert result.exit_code == 1, result.output
         assert message in " ".join(result.output.split())
+
+
+def test_one_odd_run_does_not_hide_the_others(tmp_path):
+    call("train", "--data", "digits", "--steps", "1", "--batch", "8", "--run", str(tmp_path / "good run"))
+    for name, file, text in (("cut", "result.json", '{"accuracy": 9'), ("other", "result.json", "{}"), ("bare", "metrics.jsonl", '{"epoch": 1}\n')):
+        shutil.copytree(tmp_path / "good run", tmp_path / name)
+        (tmp_path / name / "result.json").unlink()
+        (tmp_path / name / file).write_text(text)
+    shown = " ".join(call("runs", str(tmp_path)).output.split())
+    assert shown.count("digits, cnn9_narrow") == 1
+    assert "cut cannot be read" in shown
+    assert "is not what `dcnet train` writes" in shown
+    assert "line 1 lacks one of epoch, seconds, step" in shown
+    result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "other")])
+    assert result.exit_code == 1
+    assert f"remove it, and have it made again: dcnet train --resume {tmp_path / 'other'}" in " ".join(result.output.split())
+    (tmp_path / "other" / "result.json").unlink()
+    call("train", "--resume", str(tmp_path / "other"))
+    assert (tmp_path / "other" / "result.json").read_text().startswith("{")
+
+
+def test_formulas_of_ones_own_in_every_command(tmp_path, catalogue):
+    file = tmp_path / "mine.py"
+    file.write_text('import dcnet\n\n@dcnet.angular\ndef tests_cli_third(c):\n    """a third of cos θ"""\n    return 0.3 * c, 0.3\n')
+    run, own = str(tmp_path / "run"), ("--formulas", str(file))
+
+    def in_process(*arguments):
+        """Each in a process of its own, where nothing is registered yet."""
+        result = subprocess.run([sys.executable, "-m", "dcnet", *arguments], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    in_process("train", "--data", "digits", "--model", "cnn6_2d", "--steps", "1", "--batch", "8", "--angular", "tests_cli_third", "--run", run, *own)
+    assert "class" in in_process("evaluate", run, *own)
+    assert "fgsm" in in_process("attack", run, "--attacks", "fgsm", "--limit", "4", "--no-check", *own)
+    (tmp_path / "run" / "inspection.json").unlink()
+    in_process("report", run, "-o", str(tmp_path / "page.html"), *own)
+    assert "No filters" not in (tmp_path / "page.html").read_text()

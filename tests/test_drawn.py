@@ -208,3 +208,19 @@ def test_a_long_legend_stands_below(axis):
     figures.draw_convergence(axis, {f"run {number}": metrics for number in range(9)})
     axis.figure.draw(drawn)
     assert axis.get_legend().get_window_extent(drawn).y1 < axis.xaxis.label.get_window_extent(drawn).y0
+
+
+def test_runs_that_are_points_and_runs_not_tested_yet(axis):
+    runs = {f"run {number}": [{"epoch": 1, "train_accuracy": 1.0, "test_accuracy": 50.0}] for number in range(3)}
+    figures.draw_convergence(axis, runs | {"early": [{"epoch": epoch, "train_accuracy": 10.0} for epoch in (1, 2)]})
+    shown = [line for line in axis.lines if not line.get_label().startswith("_")]
+    assert [line.get_label() for line in shown] == [*runs, "early"]
+    assert len({line.get_marker() for line in shown[:3]}) == 3
+
+
+def test_of_a_long_name_both_ends_are_shown(axis):
+    figures.draw_convergence(axis, {"begin" + "x" * 80 + "end": [{"epoch": 1, "test_accuracy": 50.0}]})
+    (text,) = axis.get_legend().get_texts()
+    assert text.get_text().startswith("begin")
+    assert text.get_text().endswith("end")
+    assert len(text.get_text()) <= 32

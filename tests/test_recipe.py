@@ -122,3 +122,10 @@ def test_plateau():
     other = Schedule(Recipe(schedule="plateau", patience=2), 100)
     other.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
     assert vars(other) == vars(schedule)
+
+
+def test_another_schedule_drops_the_recipes_milestones():
+    assert make_recipe("paper-cifar", schedule="onecycle").milestones == ()
+    assert make_recipe("paper-cifar", lr=0.1).milestones == make_recipe("paper-cifar").milestones != ()
+    with pytest.raises(ValueError, match="milestones"):
+        make_recipe("paper-cifar", schedule="onecycle", milestones=(0.5,))

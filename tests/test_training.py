@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import dcnet
+from dcnet.data.folder import ImageFolder
 from dcnet.training import Interrupted, NonFiniteLoss, find_runs, job, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
 
@@ -453,9 +455,47 @@ def test_tensorboard(tmp_path, monkeypatch):
         with pytest.raises(ImportError, match=r"TensorBoard is not installed: pip install 'dcnet\[tensorboard\]'"):
             dcnet.train(recipe(steps=1), tmp_path / "run", device="cpu", tensorboard=True)
         assert not (tmp_path / "run").exists()
+    written = []
+
+    class Writer:
+        def __init__(self, folder):
+            assert folder == str(tmp_path / "stub" / "tensorboard")
+
+        def add_scalar(self, name, value, step):
+            written.append((name, float(value), step))
+
+        def close(self):
+            written.append("closed")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+        run = dcnet.train(recipe(steps=2, magnitude="tanh"), tmp_path / "stub", device="cpu", tensorboard=True)
+    last = run.metrics[-1]
+    assert ("test_accuracy", last["test_accuracy"], 2) in written
+    assert ("radius/stages.0.conv", last["learned"]["radius"]["stages.0.conv"][2], 2) in written
+    assert written[-1] == "closed"
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     dcnet.train(recipe(steps=1), tmp_path / "run", device="cpu", tensorboard=True)
     assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_odd_image_folders(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
+    for part in ("train", "val"):
+        for name in ("dark", "light"):
+            (tmp_path / part / name / "z.jpg").mkdir(parents=True)  # a folder, whatever its name
+            image.new("RGB", (20, 20)).save(tmp_path / part / name / "0.png")
+            (tmp_path / part / name / "._0.png").write_text("some program's own")
+        (tmp_path / part / ".ipynb_checkpoints").mkdir()
+    found = ImageFolder(tmp_path, torch.device("cpu"), size=8, workers=1)
+    assert found.classes == ("dark", "light")
+    assert found.train_length == found.test_length == 2
+    (tmp_path / "val" / "dark" / "0.png").write_bytes(b"cut off")
+    with pytest.raises(OSError, match=r"^\S*0\.png cannot be read as an image: [^\n]*$"):
+        list(found.test_batches(2))
+    (tmp_path / "train" / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="no images of the class 'empty'"):
+        ImageFolder(tmp_path, torch.device("cpu"))
 
 
 def test_image_folder(tmp_path):

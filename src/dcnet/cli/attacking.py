@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dcnet.circumstances import circumstances
+from dcnet.cli.own_formulas import Formulas, register
 from dcnet.cli.training import DataRoot, Device, Download, fail
 from dcnet.data import Resident
 from dcnet.robustness import ATTACKS, check_up, evaluate
@@ -35,9 +36,11 @@ def attack(
     data_root: DataRoot = Path("data"),
     download: Download = False,
     device: Device = None,
+    formulas: Formulas = None,
 ) -> None:
     """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
     try:
+        register(formulas)
         number = parse_eps(eps)
         for part in attacks.split(","):
             parse_attack(part)

@@ -38,12 +38,14 @@ def figure(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write index.html into, or a file ending in .html.")] = Path("report"),
+    formulas: Formulas = None,
     data_root: DataRoot = Path("data"),
 ) -> None:
     """Write a page about one or more runs: results, curves, kernels, angles, robustness; a single file that needs nothing else."""
     from dcnet.report import write_report
 
     try:
+        register(formulas)
         path = write_report(runs, out, data_root)
     except (ValueError, OSError) as error:
         fail(error)

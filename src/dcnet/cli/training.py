@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from dcnet.cli.own_formulas import Formulas, register
 from dcnet.data import FOLDER
 from dcnet.inspection import inspect_run
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, autocast_of, change, joined, make_recipe, open_data, read_recipe, settings
@@ -85,6 +86,7 @@ def train(
     data_root: DataRoot = Path("data"),
     download: Download = False,
     device: Device = None,
+    formulas: Formulas = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files into the run folder too.")] = False,
 ) -> None:
     """Train a network by a recipe; under torchrun on several devices.
@@ -92,6 +94,7 @@ def train(
     For example: dcnet train --recipe paper-cifar --magnitude tanh --angular cosine --run runs/tanh
     """
     try:
+        register(formulas)
         if resume is not None:
             if given or recipe is not None or run is not None:
                 other = [f"--{name.replace('_', '-')}" for name in given] + ["--recipe"] * (recipe is not None) + ["--run"] * (run is not None)
@@ -99,9 +102,10 @@ def train(
             folder: Path | None = resume
             chosen = Run(resume).recipe
         else:
-            base = read_recipe(recipe) if recipe is not None and recipe.endswith(".json") else make_recipe(recipe)
+            base = read_recipe(recipe) if recipe is not None and (recipe.endswith(".json") or Path(recipe).is_file()) else make_recipe(recipe)
             chosen, folder = change(base, **given), run
         done = train_recipe(chosen, folder, data_root=data_root, download=download, device=device, tensorboard=tensorboard)
+        row = _row(done)
     except (ValueError, OSError, RuntimeError, NonFiniteLoss, ImportError) as error:
         fail(error)
     except KeyboardInterrupt as interruption:
@@ -110,7 +114,7 @@ def train(
             Console(stderr=True, soft_wrap=True).print(words, highlight=False, markup=False)
         raise typer.Exit(130) from None
     if os.environ.get("RANK", "0") == "0":  # torchrun's other processes stay silent
-        show_runs([done])
+        _show([row])
         with contextlib.suppress(ValueError, OSError, KeyboardInterrupt):  # `dcnet report` makes what is missing, or says why it cannot
             inspect_run(done, data_root)
 
@@ -121,9 +125,11 @@ def evaluate(
     data_root: DataRoot = Path("data"),
     download: Download = False,
     device: Device = None,
+    formulas: Formulas = None,
 ) -> None:
     """Accuracy and loss of a trained network on the test images, in all and by class."""
     try:
+        register(formulas)
         found = Run(run)
         shape = found.shape
         recipe = found.recipe
@@ -156,37 +162,42 @@ def _described(shape: dict[str, int]) -> str:
 
 def runs(folder: Annotated[Path, typer.Argument(help="Folder to look in.")] = Path("runs")) -> None:
     """List the run folders and their results."""
-    found, unreadable = [], []
+    rows, unreadable = [], []
     for path in run_folders(folder):
         try:
-            found.append(Run(path))
+            rows.append(_row(Run(path)))
         except (ValueError, OSError) as error:
             unreadable.append(f"{path} cannot be read: {error}")
-    if found:
-        show_runs(found)
+    if rows:
+        _show(rows)
     elif not unreadable:
         Console(soft_wrap=True).print(f"no runs under {folder}", highlight=False, markup=False)
     for line in unreadable:
         Console(stderr=True, soft_wrap=True).print(line, highlight=False, markup=False)
 
 
-def show_runs(found: list[Run]) -> None:
-    """A table of runs: what was trained, and what came out."""
+def _row(run: Run) -> list[str]:
+    """What was trained, and what came out."""
+    recipe, result = run.recipe, run.result
+    operator = "plain" if recipe.magnitude is None else f"{recipe.magnitude} + {recipe.angular}"
+    if recipe.weighting is not None:
+        operator += f", {recipe.weighting}"
+    if result is not None:
+        numbers = [f"{result['parameters']:,}", f"{result['epochs']:.4g}", f"{result['accuracy']:.2f}%", f"{result['loss']:.4f}"]
+        numbers.append(f"{result['seconds']:.1f}")
+    else:
+        last = (run.metrics or [{"epoch": 0, "seconds": 0}])[-1]
+        numbers = ["", f"{last['epoch']:g}", "unfinished", "", f"{last['seconds']:.1f}"]
+    return [str(run.folder), f"{recipe.data}, {recipe.model}", operator, *numbers]
+
+
+def _show(rows: list[list[str]]) -> None:
+    """A table of runs."""
     table = Table(*(Column(name, overflow="fold") for name in ("run", "data, model", "operator")))
     for name in ("parameters", "epochs", "test accuracy", "loss", "seconds"):
         table.add_column(name, justify="right")
-    for run in found:
-        recipe, result = run.recipe, run.result
-        operator = "plain" if recipe.magnitude is None else f"{recipe.magnitude} + {recipe.angular}"
-        if recipe.weighting is not None:
-            operator += f", {recipe.weighting}"
-        if result is not None:
-            numbers = [f"{result['parameters']:,}", f"{result['epochs']:.4g}", f"{result['accuracy']:.2f}%", f"{result['loss']:.4f}"]
-            numbers.append(f"{result['seconds']:.1f}")
-        else:
-            last = (run.metrics or [{"epoch": 0, "seconds": 0}])[-1]
-            numbers = ["", f"{last['epoch']:g}", "unfinished", "", f"{last['seconds']:.1f}"]
-        table.add_row(str(run.folder), f"{recipe.data}, {recipe.model}", operator, *numbers)
+    for row in rows:
+        table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 

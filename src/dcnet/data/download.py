@@ -34,7 +34,10 @@ def fetch(addresses: Sequence[str], target: Path, md5: str, progress: Callable[[
             return target
         partial.unlink()
         failures.append(f"{address}: the file has the MD5 sum {found}, expected {md5}")
-    raise OSError(f"{target.name} could not be downloaded:\n  " + "\n  ".join(failures))
+    raise OSError(
+        f"{target.name} could not be downloaded:\n  " + "\n  ".join(failures) + f"\nThe same command goes on where this ended. A {target.name} from "
+        f"elsewhere, with the MD5 sum {md5}, can be put at {target}"
+    )
 
 
 def _continue(address: str, partial: Path, progress: Callable[[int, int], None]) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from dcnet.data.order import epoch_order, of_image, share
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
+_UNREADABLE = "cannot be read as an image"
 _RESIZED = 256 / 224  # the shorter side before the crop, in crops
 
 
@@ -29,24 +30,27 @@ class ImageFolder:
         if not (root / "train").is_dir() or held_out is None:
             found = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
             raise FileNotFoundError(f"image folder {root} must hold train/CLASS/… and val/CLASS/… (or test/CLASS/…), found the folders {found}")
-        self.classes = tuple(sorted(entry.name for entry in (root / "train").iterdir() if entry.is_dir()))
+        self.classes = _folders(root / "train")
         self.device, self.seed, self.size = device, seed, size
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
         self._train = self._files(root / "train")
         self._test = self._files(root / held_out)
 
     def _files(self, folder: Path) -> list[tuple[str, int]]:
-        unknown = sorted({entry.name for entry in folder.iterdir() if entry.is_dir()} - set(self.classes))
+        unknown = sorted(set(_folders(folder)) - set(self.classes))
         if unknown:
             raise ValueError(f"{folder} has the class {unknown[0]!r}, which train does not have")
         found = [
             (str(path), label)
             for label, name in enumerate(self.classes)
             for path in sorted((folder / name).rglob("*"))
-            if path.suffix.lower() in ENDINGS
+            if path.suffix.lower() in ENDINGS and not path.name.startswith(".") and path.is_file()
         ]
         if not found:
             raise FileNotFoundError(f"no images under {folder}; possible endings: {', '.join(ENDINGS)}")
+        empty = [name for label, name in enumerate(self.classes) if label not in {label for _, label in found}]
+        if empty and folder.name == "train":
+            raise FileNotFoundError(f"no images of the class {empty[0]!r} under {folder / empty[0]}; possible endings: {', '.join(ENDINGS)}")
         return found
 
     @property
@@ -74,8 +78,21 @@ class ImageFolder:
         options: dict[str, Any] = {"num_workers": self.workers, "pin_memory": self.device.type == "cuda"}
         # a generator of its own: the workers' seeds, which nobody uses, would come from the global one
         loader: DataLoader[Any] = DataLoader(images, batch_sampler=groups, generator=torch.Generator(), **options)
-        for batch, labels in loader:
+        batches = iter(loader)
+        while True:
+            try:
+                batch, labels = next(batches)
+            except StopIteration:
+                return
+            except OSError as error:  # a worker's comes with its whole traceback
+                line = str(error).strip().splitlines()[-1].removeprefix("OSError: ")
+                raise (OSError(line) if _UNREADABLE in line else error) from None
             yield batch.to(self.device, non_blocking=True).float().div_(255.0), labels.to(self.device, non_blocking=True)
+
+
+def _folders(path: Path) -> tuple[str, ...]:
+    """The classes in a folder, sorted; what starts with a dot is some program's own."""
+    return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
@@ -97,7 +114,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
             with Image.open(path) as file:
                 image = file.convert("RGB")
         except OSError as error:
-            raise OSError(f"{path} cannot be read as an image: {error}") from error
+            raise OSError(f"{path} {_UNREADABLE}: {error}") from error
         scale = self.size * _RESIZED / min(image.size)
         width, height = (max(self.size, round(side * scale)) for side in image.size)
         pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))

@@ -102,7 +102,10 @@ def _idx(folder: str, ending: str) -> Callable[[Path], tuple[Split, Split]]:
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
 _MNIST = ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist")
-_FASHION = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",)
+_FASHION = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",  # its authors' repository
+)
 
 
 def _sources(sums: dict[str, str], *mirrors: str) -> tuple[Source, ...]:

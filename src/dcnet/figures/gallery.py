@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dcnet.figures.features import features_figure
@@ -64,14 +65,14 @@ def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Pat
 def metrics_of(run: Run) -> list[dict[str, Any]]:
     """Its epochs; raises where not one is over."""
     if not run.metrics:
-        raise ValueError(f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume {run.folder}")
+        raise ValueError(f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume {quote(str(run.folder))}")
     return run.metrics
 
 
 def attacks_of(run: Run) -> Attacks:
     """What `dcnet attack` found; raises where it never ran."""
     if not run.attacks:
-        raise ValueError(f"{run.folder} was not attacked yet; run: dcnet attack {run.folder}")
+        raise ValueError(f"{run.folder} was not attacked yet; run: dcnet attack {quote(str(run.folder))}")
     return run.attacks
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import BLACK, DIVERGING, SEQUENTIAL, label, new_figure, theta_ticks
+from dcnet.figures.style import BLACK, SEQUENTIAL, SIGNED, label, new_figure, theta_ticks
 from dcnet.inspection.layers import FARTHEST
 
 Inspected = Mapping[str, Any]  # what `inspect_run` gives
@@ -38,9 +38,9 @@ def filters_title(inspected: Inspected) -> str:
 
 
 def draw_filters(axis: Any, inspected: Inspected) -> None:
-    """Draws the first layer's kernels as a grid: in colour where they see three channels, else blue and red about zero."""
+    """Draws the first layer's kernels as a grid: in colour where they see three channels, else dark below zero and light above."""
     axis.set_facecolor("0.75")  # between kernels
-    axis.imshow(filter_sheet(inspected).squeeze(), cmap=DIVERGING, vmin=0.0, vmax=1.0, interpolation="nearest")
+    axis.imshow(filter_sheet(inspected).squeeze(), cmap=SIGNED, vmin=0.0, vmax=1.0, interpolation="nearest")
     axis.set(title=filters_title(inspected), xticks=[], yticks=[])
 
 
@@ -58,9 +58,9 @@ def cosines_title(cosines: np.ndarray) -> str:
 
 
 def draw_correlation(axis: Any, inspected: Inspected) -> None:
-    """Draws the cosines between the first layer's kernels: white off the diagonal where they are orthogonal."""
+    """Draws the cosines between the first layer's kernels: grey off the diagonal where they are orthogonal."""
     cosines = kernel_cosines(inspected)
-    image = axis.imshow(cosines, cmap=DIVERGING, vmin=-1.0, vmax=1.0, interpolation="nearest")
+    image = axis.imshow(cosines, cmap=SIGNED, vmin=-1.0, vmax=1.0, interpolation="nearest")
     axis.figure.colorbar(image, ax=axis, shrink=0.8, label="cosine")
     axis.set(title=cosines_title(cosines), xlabel="kernel", ylabel="kernel")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import DIVERGING, add_legend, hide, label, line_styles, new_figure
+from dcnet.figures.style import SIGNED, add_legend, hide, label, line_styles, new_figure, room_below, short
 from dcnet.inspection.examples import decoded
 from dcnet.robustness import parse_attack
 
@@ -43,7 +43,12 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
         # images that it did not fool have no size: they would stand to the right
         fooled = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
         axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + fooled)
-    axis.set(xlabel="image, sorted", ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'})", title="DeepFool", ylim=(0.0, None))
+    axis.set(
+        xlabel="image, sorted",
+        ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'}, pixels in [0, 1])",
+        title="DeepFool",
+        ylim=(0.0, None),
+    )
     axis.grid(alpha=0.25)
     add_legend(axis)
 
@@ -51,7 +56,7 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
 def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
     """Both norms side by side, those that there are."""
     norms = [norm for norm in ("l2", "linf") if any(deepfool_sizes(attacks, norm) is not None for attacks in runs.values())] or ["l2"]
-    figure, (axes,) = new_figure(1, len(norms), 5.0, 4.0)
+    figure, (axes,) = new_figure(1, len(norms), 5.0, 4.0 + room_below(len(runs)))
     for axis, norm in zip(axes, norms, strict=True):
         draw_deepfool(axis, runs, norm)
     return figure
@@ -87,7 +92,7 @@ def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[
 
 def curves_figure(runs: Mapping[str, Attacks]) -> Any:
     """Accuracy against ε, and against steps, of several runs."""
-    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
+    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0 + room_below(len(runs)))
     draw_eps(left, runs)
     draw_steps(right, runs)
     return figure
@@ -113,7 +118,7 @@ def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Seque
     """Draws one image on three axes: as it is, the change, and both together; with the predictions."""
     pictures, captions = example_pictures(example), example_captions(example, classes)
     for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
-        colours = DIVERGING if name == "change" else "gray"
+        colours = SIGNED if name == "change" else "gray"
         axis.imshow(picture.squeeze(), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
         axis.set_title(captions[name].replace(" ", "\n", 1) if name != "change" else captions[name], fontsize=8)  # long names run into each other
         axis.set(xticks=[], yticks=[])
@@ -127,7 +132,7 @@ def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
     figure, axes = new_figure(3 * len(runs), count, 1.25, 1.55)
     for number, (name, inspected) in enumerate(runs.items()):
         rows = axes[3 * number : 3 * number + 3]
-        for row, what in zip(rows, (f"{label(name)}\nimage", "change", "both"), strict=True):
+        for row, what in zip(rows, (f"{short(name)}\nimage", "change", "both"), strict=True):
             row[0].set_ylabel(what, fontsize=8)
         for column, example in enumerate(inspected["examples"]):
             draw_example([row[column] for row in rows], example, inspected["classes"])

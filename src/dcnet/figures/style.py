@@ -10,7 +10,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
 # Petroff's ten colours, as distinct as ten can be for the colour-blind; where they stand for classes, each is also named in place.
 CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
+SIGNED = "cividis"  # for signed values in pictures too small for contours: its middle is grey, and lightness keeps the sign in grey print
 MARKERS = ("o", "s", "^", "D", "v")
+_LONGEST = 32  # characters of a run's name in a legend
 BLACK = "#010101"  # where it must stay black: a report on a dark page turns black itself light
 DIVERGING = "RdBu_r"  # for signed values, zero in white
 SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
@@ -20,6 +22,12 @@ def line_styles() -> Iterator[dict[str, Any]]:
     """Colour and line style of one curve after the other; 49 of them differ."""
     for number in count():
         yield {"color": COLOURS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
+
+
+def dots() -> Iterator[str]:
+    """Markers of one curve after the other, where a curve is but a point; with the colours of `line_styles` 35 differ."""
+    for number in count():
+        yield MARKERS[(number + number // 7) % len(MARKERS)]
 
 
 def add_legend(axis: Any) -> None:
@@ -36,8 +44,16 @@ def room_below(entries: int) -> float:
 
 
 def label(name: str) -> str:
-    """A run's name as matplotlib shows it: no mathematics between dollars, and not hidden where it starts with _."""
+    """A run's name as matplotlib shows it: no mathematics between dollars, not hidden where it starts with _, and of a long one both ends."""
+    if len(name) > _LONGEST:
+        name = f"{name[: _LONGEST // 2]}…{name[-(_LONGEST // 2 - 1) :]}"
     return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def short(name: str) -> str:
+    """A run's name in lines of a few characters, for the side of a small picture."""
+    shown = label(name)
+    return "\n".join(shown[i : i + 16] for i in range(0, len(shown), 16))
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:

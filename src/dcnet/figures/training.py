@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
-from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, grid_of, hide, label, line_styles, new_figure
+from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, dots, grid_of, hide, label, line_styles, new_figure, room_below
 
 Metrics = list[dict[str, Any]]
 _POINTS = 40  # epochs that are drawn of learned parameters
@@ -16,12 +16,13 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
     """Draws "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
     if what not in ("accuracy", "loss"):
         raise ValueError(f"unknown curve {what!r}; possible: accuracy, loss")
-    for (name, metrics), style in zip(runs.items(), line_styles(), strict=False):
+    for (name, metrics), style, dot in zip(runs.items(), line_styles(), dots(), strict=False):
+        tested = any(f"test_{what}" in entry for entry in metrics)
         for split, width, alpha in (("train", 1.0, 0.55), ("test", 2.2, 1.0)):
             points = [(entry["epoch"], entry[f"{split}_{what}"]) for entry in metrics if f"{split}_{what}" in entry]
             if points:
-                marker = {"marker": "o", "markersize": 4} if len(points) == 1 else {}
-                shown = label(name) if split == "test" else None
+                marker = {"marker": dot, "markersize": 5} if len(points) == 1 else {}
+                shown = label(name) if split == "test" or not tested else None
                 axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=shown, **marker)
     axis.set(xlabel="epoch", ylabel=f"{what}{' (%)' if what == 'accuracy' else ''}", title=f"{what.capitalize()}: test thick, training thin")
     axis.grid(alpha=0.25)
@@ -30,7 +31,7 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
 
 def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
     """Accuracy and loss of several runs side by side."""
-    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
+    figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0 + room_below(len(runs)))
     draw_convergence(left, runs, "accuracy")
     draw_convergence(right, runs, "loss")
     return figure

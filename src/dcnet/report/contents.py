@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dcnet.figures import titles_of
@@ -36,7 +37,7 @@ class Shown:
     def changed_fields(self) -> dict[str, Any]:
         """The recipe's fields that are not a recipe's defaults."""
         usual = asdict(Recipe())
-        return {name: value for name, value in asdict(self.run.recipe).items() if value != usual[name]}
+        return {name: value for name, value in _fields(self.run.recipe).items() if value != usual[name]}
 
     @property
     def worst(self) -> tuple[float, float] | None:
@@ -65,17 +66,22 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
     for one in shown:
         if one.run.result is None:
             last = one.metrics[-1]["epoch"] if one.metrics else 0
-            one.missing.append(f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {one.run.folder}")
+            one.missing.append(f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {quote(str(one.run.folder))}")
         try:
             one.inspection = inspect_run(one.run, data_root)
         except (FileNotFoundError, ValueError) as error:
             one.missing.append(f"No filters, angles and examples: {error}")
-        if not one.run.attacks:
-            one.missing.append(f"Not attacked yet. Run: dcnet attack {one.run.folder}")
+        if not one.run.attacks and one.run.checkpoint.is_file():
+            one.missing.append(f"Not attacked yet. Run: dcnet attack {quote(str(one.run.folder))}")
     return shown
 
 
 def differing_fields(shown: Sequence[Shown]) -> dict[str, list[Any]]:
     """The recipe's fields that are not the same in all runs, with each run's value."""
-    recipes = [asdict(one.run.recipe) for one in shown]
+    recipes = [_fields(one.run.recipe) for one in shown]
     return {name: [recipe[name] for recipe in recipes] for name in recipes[0] if len({str(recipe[name]) for recipe in recipes}) > 1}
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's fields; where it counts steps, its epochs mean nothing."""
+    return asdict(recipe) | ({} if recipe.steps is None else {"epochs": None})

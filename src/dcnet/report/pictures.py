@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import DIVERGING
+from dcnet.figures.style import SIGNED
 
 Draw = Callable[[Any], None]  # draws on an axis
 
@@ -46,12 +46,12 @@ def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin:
 
 
 def png(picture: np.ndarray, signed: bool = False) -> str:
-    """An image (H, W, C) in [0, 1] as a data address; of one channel in grey, or with `signed` in blue and red about the middle."""
+    """An image (H, W, C) in [0, 1] as a data address; of one channel in grey, or with `signed` dark below the middle and light above."""
     from matplotlib.image import imsave
 
     out = io.BytesIO()
     flat = picture[..., 0] if picture.shape[2] == 1 else picture
-    imsave(out, flat, cmap=DIVERGING if signed else "gray", vmin=0.0, vmax=1.0, format="png")
+    imsave(out, flat, cmap=SIGNED if signed else "gray", vmin=0.0, vmax=1.0, format="png")
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 

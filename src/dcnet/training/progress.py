@@ -136,8 +136,13 @@ class Board(Progress):
 
     def epoch(self, entry: dict[str, Any]) -> None:
         self.inner.epoch(entry)
-        for name in set(entry) - {"step"}:
-            self.writer.add_scalar(name, entry[name], entry["step"])
+        for name, value in entry.items():
+            if name == "learned":  # parameter, layer, five quantiles: the median is shown
+                for parameter, layers in value.items():
+                    for layer, quantiles in layers.items():
+                        self.writer.add_scalar(f"{parameter}/{layer}", quantiles[2], entry["step"])
+            elif name != "step":
+                self.writer.add_scalar(name, value, entry["step"])
 
 
 @contextmanager

@@ -176,4 +176,6 @@ def change(recipe: Recipe, **values: Any) -> Recipe:
             raise ValueError(f"unknown recipe field {name!r}.{nearest(name, hints)} Known: {', '.join(hints)}")
     if "epochs" in values and "steps" not in values:
         values["steps"] = None
+    if values.get("schedule", "step") != "step" and "milestones" not in values:
+        values["milestones"] = ()  # those of the recipe were for its own schedule
     return replace(recipe, **values)

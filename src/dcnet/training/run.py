@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,10 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged: {error}; remove it to have it made again") from error
 
 
+_RESULT = {"accuracy", "loss", "epochs", "seconds", "images_per_second", "parameters"}
+_EPOCH = {"epoch", "step", "seconds"}
+
+
 class Run:
     """A training run on disk."""
 
@@ -58,13 +63,20 @@ class Run:
     def result(self) -> dict[str, Any] | None:
         """What `result.json` says; None before the end."""
         path = self.folder / "result.json"
-        return read_json(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        found = read_json(path)
+        if not isinstance(found, dict) or not set(found) >= _RESULT:
+            raise ValueError(
+                f"{path} is not what `dcnet train` writes; remove it, and have it made again: dcnet train --resume {quote(str(self.folder))}"
+            )
+        return found
 
     @property
     def accuracy(self) -> float:
         """In percent, on the test set at the last epoch."""
         if self.result is None:
-            raise ValueError(f"{self.folder} is not finished; go on with: dcnet train --resume {self.folder}")
+            raise ValueError(f"{self.folder} is not finished; go on with: dcnet train --resume {quote(str(self.folder))}")
         return self.result["accuracy"]
 
     @property
@@ -75,9 +87,12 @@ class Run:
             return []
         *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
         try:
-            return [json.loads(line) for line in lines]
+            found = [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        if wrong := [number for number, entry in enumerate(found, 1) if not isinstance(entry, dict) or not set(entry) >= _EPOCH]:
+            raise ValueError(f"{path} is not what `dcnet train` writes: line {wrong[0]} lacks one of {', '.join(sorted(_EPOCH))}")
+        return found
 
     def keep_metrics(self, step: int) -> None:
         """Forgets the epochs that ended after that step: a resumed run does them again."""

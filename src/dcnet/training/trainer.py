@@ -3,6 +3,7 @@
 import math
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -57,9 +58,9 @@ def train(
             try:
                 _train(job, run, data, per_epoch, progress, interruption)
             except Interrupted as stopped:
-                options = f" --data-root {data_root}" if str(data_root) != "data" else ""
+                options = f" --data-root {quote(str(data_root))}" if str(data_root) != "data" else ""
                 options += f" --device {device}" if device is not None else ""
-                raise Interrupted(f"{stopped}. Go on with: dcnet train --resume {run.folder}{options}") from None
+                raise Interrupted(f"{stopped}. Go on with: dcnet train --resume {quote(str(run.folder))}{options}") from None
         ranks.wait()  # for the result
         return run
 
