@@ -164,6 +164,13 @@ def test_the_command(runs, tmp_path):
     assert "given more than once" in result.output
 
 
+def test_where_it_cannot_be_written(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["report", str(runs[0].folder), "-o", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "is a file; possible: a folder, or a file ending in .html" in " ".join(result.output.split())
+
+
 def test_a_picture_keeps_its_words():
     text = svg(lambda axis: axis.set(xlabel="0.123456", xlim=(0.0, 0.001)), 'a "label" & more')
     assert ">0.123456<" in text

@@ -34,8 +34,10 @@ def write_report(folders: Sequence[str | Path], out: str | Path, data_root: str 
     """The file written: `out` itself where it ends in .html, else index.html in that folder."""
     if not folders:
         raise ValueError("a report needs one or more run folders: dcnet report runs/NAME …")
-    shown = gather(folders, data_root)
     path = Path(out) if Path(out).suffix == ".html" else Path(out) / "index.html"
+    if path.parent.is_file():
+        raise ValueError(f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file ending in .html")
+    shown = gather(folders, data_root)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render(shown).encode())
     return path
