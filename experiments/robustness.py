@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -100,32 +101,29 @@ def train(options):
 
 def attack(options):
     """Each call of `dcnet attack` that a run does not have yet; a call records itself in the run's folder."""
-    commands = []
+    queues = []  # of a run each: its calls write one file, and must not run at once
     for name, _ in jobs(options.variants):
         folder = options.runs / name
         if not (folder / "result.json").is_file() or name.endswith("source"):
             continue
+        of_the_tables = name.count("-") == 1  # the others have a variant or a seed behind
         done = {call for call, _ in calls_of(folder)}
         calls = {"white": ["--attacks", WHITE, "--separate"], "predicted": ["--attacks", "fgsm,bim", "--separate", "--predicted", "--no-check"]}
-        if not name.count("-") > 1:
+        if of_the_tables:
             calls["sizes"] = ["--attacks", "deepfool,deepfool:norm=linf", "--no-check"]
             for source in ("natural", "fgsm"):
                 calls[f"black {source}"] = ["--attacks", "fgsm,bim", "--separate", "--no-check", "--from", str(options.runs / f"{source}-source")]
             if options.auto:
                 calls["auto"] = ["--attacks", "auto", "--no-check"]
-        for call, flags in calls.items():
-            if call not in done:
-                command = [*DCNET, "attack", str(folder), "--data-root", options.data_root, *flags, *shlex.split(options.flags)]
-                commands.append((f"{name} {call}", command, options.runs / f"{name}.log"))
-    # calls on one run write one file: those must not run at once
-    rounds = max((sum(name.split()[0] == other.split()[0] for other, *_ in commands) for name, *_ in commands), default=0)
+        command, more = [*DCNET, "attack", str(folder), "--data-root", options.data_root], shlex.split(options.flags)
+        log = options.runs / f"{name}.log"
+        queues.append([(f"{name} {call}", [*command, *flags, *more], log) for call, flags in calls.items() if call not in done])
     begun, failed = time.monotonic(), []
-    for _ in range(rounds):
-        if time.monotonic() - begun >= options.seconds:
+    for now in zip_longest(*queues):
+        left = options.seconds - (time.monotonic() - begun)
+        if left <= 0:
             break
-        now = {name.split()[0]: (name, command, log) for name, command, log in reversed(commands)}
-        commands = [entry for entry in commands if entry not in now.values()]
-        failed += run_all(list(now.values()), options.parallel, options.seconds - (time.monotonic() - begun))
+        failed += run_all(filter(None, now), options.parallel, left)
     return failed
 
 

@@ -1,4 +1,4 @@
-"""`--formulas FILE`: a user's own magnitude and angular functions, for commands that show them."""
+"""`--formulas FILE`: a user's own magnitude and angular functions, which a command is to know."""
 
 import importlib.util
 import sys

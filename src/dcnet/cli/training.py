@@ -102,8 +102,7 @@ def train(
             folder: Path | None = resume
             chosen = Run(resume).recipe
         else:
-            base = read_recipe(recipe) if recipe is not None and (recipe.endswith(".json") or Path(recipe).is_file()) else make_recipe(recipe)
-            chosen, folder = change(base, **given), run
+            chosen, folder = change(_base(recipe), **given), run
         done = train_recipe(chosen, folder, data_root=data_root, download=download, device=device, tensorboard=tensorboard)
         row = _row(done)
     except (ValueError, OSError, RuntimeError, NonFiniteLoss, ImportError) as error:
@@ -117,6 +116,13 @@ def train(
         _show([row])
         with contextlib.suppress(ValueError, OSError, KeyboardInterrupt):  # `dcnet report` makes what is missing, or says why it cannot
             inspect_run(done, data_root)
+
+
+def _base(recipe: str | None) -> Recipe:
+    """The recipe of that name, or the one that the file holds."""
+    if recipe is None or recipe in RECIPES or not (recipe.endswith(".json") or Path(recipe).is_file()):
+        return make_recipe(recipe)
+    return read_recipe(recipe)
 
 
 def evaluate(

@@ -80,15 +80,14 @@ def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
     """
     _draw_histograms(axis, inspected, "norm", FARTHEST, bar)
     radii = {row: layer["radius"] for row, layer in enumerate(inspected["layers"]) if "radius" in layer}
+    rows, beyond = list(radii), [row for row, radius in radii.items() if radius[-1] > FARTHEST]
     if radii:
-        rows = list(radii)
         least, _, middle, _, most = np.minimum(np.asarray(list(radii.values())), FARTHEST).T
-        beyond = [row for row in rows if radii[row][-1] > FARTHEST]
         for colour, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
             axis.hlines(rows, least, most, color=colour, linewidth=width)
             axis.plot(middle, rows, color=colour, linestyle="none", marker="|", markersize=9, markeredgewidth=width)
             axis.plot([0.985 * FARTHEST] * len(beyond), beyond, color=colour, linestyle="none", marker=">", markersize=3.0 + width, markeredgewidth=0)
-    marked = f", radii in white{' (▸ beyond)' if any(radius[-1] > FARTHEST for radius in radii.values()) else ''}" if radii else ""
+    marked = f", radii in white{' (▸ beyond)' if beyond else ''}" if radii else ""
     axis.set(xlabel="‖x‖ / E{‖x‖}", title=f"Norms of patches{marked}", xlim=(0.0, FARTHEST))
 
 

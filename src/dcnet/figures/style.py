@@ -10,12 +10,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
 # Petroff's ten colours, as distinct as ten can be for the colour-blind; where they stand for classes, each is also named in place.
 CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-SIGNED = "cividis"  # for signed values in pictures too small for contours: its middle is grey, and lightness keeps the sign in grey print
 MARKERS = ("o", "s", "^", "D", "v")
-_LONGEST = 32  # characters of a run's name in a legend
 BLACK = "#010101"  # where it must stay black: a report on a dark page turns black itself light
 DIVERGING = "RdBu_r"  # for signed values, zero in white
 SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
+SIGNED = SEQUENTIAL  # for signed values in pictures too small for contours: its middle is grey, so lightness keeps the sign
+_LONGEST = 32  # characters of a run's name in a legend
 
 
 def line_styles() -> Iterator[dict[str, Any]]:
