@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -64,26 +63,33 @@ def jobs(variants):
         yield "fgsm-plain-seed0", ["--magnitude", "none", "--adversarial", "fgsm"]
 
 
-def run_all(commands, parallel, seconds):
-    """Runs them, so many at once; when time is up they are asked to stop, and save. The names of those that failed."""
+def run_all(queues, parallel, seconds):
+    """Runs the commands of each queue one after the other, so many queues at once; when time is up they are asked to stop, and save.
+
+    The names of those that failed.
+    """
     until = time.monotonic() + seconds
-    waiting, running, failed = list(commands), {}, []
+    waiting, running, failed = [list(queue) for queue in queues if queue], [], []
     while waiting or running:
         while waiting and len(running) < parallel and time.monotonic() < until:
-            name, command, log = waiting.pop(0)
+            queue = waiting.pop(0)
+            name, command, log = queue.pop(0)
             with log.open("a") as file:
-                running[name] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        for name, process in list(running.items()):
+                running.append((name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), queue))
+        for entry in list(running):
+            name, process, queue = entry
             if process.poll() is not None:
                 print(f"{name}: {'done' if process.returncode == 0 else f'exit status {process.returncode}, see its log'}", flush=True)
                 failed += [name] if process.returncode else []
-                del running[name]
+                running.remove(entry)
+                waiting += [queue] if queue else []
         if time.monotonic() >= until:
-            for process in running.values():
+            for _, process, _ in running:
                 process.send_signal(signal.SIGINT)
-            for process in running.values():
+            for _, process, _ in running:
                 process.wait()
-            print(f"time is up: {len(running)} stopped, {len(waiting)} not begun", flush=True)
+            left = [name for _, _, queue in running for name, _, _ in queue] + [name for queue in waiting for name, _, _ in queue]
+            print(f"time is up; stopped: {', '.join(name for name, _, _ in running) or 'none'}; not begun: {', '.join(left) or 'none'}", flush=True)
             return failed
         time.sleep(0.5)
     return failed
@@ -95,7 +101,7 @@ def train(options):
         folder = options.runs / name
         if not (folder / "result.json").is_file():
             command = [*DCNET, "train", "--recipe", "paper-adversarial", "--run", str(folder), "--data-root", options.data_root]
-            commands.append((name, [*command, *flags, *FAST, *shlex.split(options.flags)], options.runs / f"{name}.log"))
+            commands.append([(name, [*command, *flags, *FAST, *shlex.split(options.flags)], options.runs / f"{name}.log")])
     return run_all(commands, options.parallel, options.seconds)
 
 
@@ -114,17 +120,12 @@ def attack(options):
             for source in ("natural", "fgsm"):
                 calls[f"black {source}"] = ["--attacks", "fgsm,bim", "--separate", "--no-check", "--from", str(options.runs / f"{source}-source")]
             if options.auto:
-                calls["auto"] = ["--attacks", "auto", "--no-check"]
+                # many images at once: its thousands of steps wait for the host with few
+                calls["auto"] = ["--attacks", "auto:batch=5000", "--batch", "5000", "--no-check"]
         command, more = [*DCNET, "attack", str(folder), "--data-root", options.data_root], shlex.split(options.flags)
         log = options.runs / f"{name}.log"
         queues.append([(f"{name} {call}", [*command, *flags, *more], log) for call, flags in calls.items() if call not in done])
-    begun, failed = time.monotonic(), []
-    for now in zip_longest(*queues):
-        left = options.seconds - (time.monotonic() - begun)
-        if left <= 0:
-            break
-        failed += run_all(filter(None, now), options.parallel, left)
-    return failed
+    return run_all(queues, options.parallel, options.seconds)
 
 
 class OfTheBatch(nn.Module):

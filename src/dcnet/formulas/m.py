@@ -2,7 +2,7 @@
 
 A magnitude or angular function is written once, with its arguments, literals and the names of this module. The
 GPU kernels run the same code with `m` bound to a twin of this module, so every name here must exist there too. What is
-neither a number nor a tensor is a torch.fx proxy: `ops/programs.py` records formulas once to drop what is not needed.
+neither a number nor a tensor is a torch.fx proxy: `ops/programs.py` records what is computed, for passes without gradients.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 
 Value = Tensor | float
 
@@ -71,10 +70,8 @@ def asin(c: Value) -> Value:
     """asin c for c in [-1, 1]; where a gradient is taken, it is `asin_slope`, and right to every order below the cap."""
     if isinstance(c, int | float):
         return math.asin(c)
-    if isinstance(c, Proxy):  # recorded as this function, so that the record can be differentiated as well
-        return c.tracer.create_proxy("call_function", asin, (c,), {})
     exact = torch.asin(c)
-    if not (c.requires_grad and torch.is_grad_enabled()):
+    if not isinstance(c, Tensor) or not (c.requires_grad and torch.is_grad_enabled()):  # what is being recorded is not differentiated
         return exact
     # asin up to the cap, its tangent beyond: the gradient wanted, out of ordinary operations; then the value put right
     inner = c.clamp(-_ASIN_LINEAR_FROM, _ASIN_LINEAR_FROM)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled
-from dcnet.ops import ACTIVATIONS, Finish
+from dcnet.ops import ACTIVATIONS, ONLY_RELU, Finish
 
 
 class Block(nn.Module):
-    """act(norm(conv(x)) + residual); one pass less over memory where the convolution is decoupled and the norm a BatchNorm.
+    """act(norm(conv(x)) + residual); fewer passes over memory where the convolution is decoupled, before a BatchNorm or a ReLU.
 
     activation: None, "relu", or "prelu" (one slope, starting at 0).
     """
@@ -27,6 +27,8 @@ class Block(nn.Module):
         conv, norm = self.conv, self.norm
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             return conv(x, finish=self._finish(norm, residual))
+        if isinstance(conv, Decoupled) and norm is None and residual is None and self.activation == "relu":
+            return conv(x, finish=ONLY_RELU)
         y = conv(x)
         if norm is not None:
             y = norm(y)

@@ -1,7 +1,7 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
 from dcnet.ops.dispatch import check_impl
-from dcnet.ops.finish import ACTIVATIONS, Finish
+from dcnet.ops.finish import ACTIVATIONS, ONLY_RELU, Finish
 from dcnet.ops.functional import (
     LINEAR,
     check_literal_radius,
@@ -21,6 +21,7 @@ __all__ = [
     "ACTIVATIONS",
     "EPS",
     "LINEAR",
+    "ONLY_RELU",
     "BatchMean",
     "Finish",
     "LearnedRadius",

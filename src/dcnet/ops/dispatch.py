@@ -27,9 +27,11 @@ def decouple_by(impl: str, inputs: Inputs) -> Tensor:
     reasons = reasons_against_fused(inputs) if impl == "fused" or (impl == "auto" and inputs.x.is_cuda) else []
     if impl == "auto":
         impl = "fused" if inputs.x.is_cuda and not reasons else "eager"
-    if impl != "fused":
-        y = reference.decouple(inputs) if impl == "reference" else eager.decouple(inputs)
+    if impl == "reference":
+        y = reference.decouple(inputs)
         return y if inputs.finish is None else inputs.finish.apply(y)
+    if impl == "eager":
+        return eager.decouple(inputs)
     if reasons:
         raise ValueError(f"impl='fused' cannot run here: {'; '.join(reasons)}")
     from dcnet.ops import fused  # needs Triton

@@ -9,15 +9,17 @@ from dcnet.ops.norms import compute_dtype, inverse, kernel_norm, norm_map
 
 
 def decouple(inputs: Inputs) -> Tensor:
-    """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel: (N, out_channels, *positions)."""
-    operator, where, weight = inputs.operator, inputs.geometry, inputs.weight
+    """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, finished: (N, out_channels, *positions)."""
+    operator, where, weight, finish = inputs.operator, inputs.geometry, inputs.weight, inputs.finish
     if operator.is_inner_product:
-        return convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, where)
+        y = convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, where)
+        return y if finish is None else finish.apply(y)
     norms = norm_map(inputs.x, where, inputs.eps)
     w_norm = kernel_norm(weight, inputs.eps)
     dot = convolve(inputs.x, unit_kernel(weight, w_norm), None, where)
     rho, radius = inputs.radii(norms)
-    return epilogue(
+    relu = finish is not None and finish.is_relu
+    y = epilogue(
         dot,
         norms,
         operator,
@@ -26,7 +28,9 @@ def decouple(inputs: Inputs) -> Tensor:
         radius=radius,
         bias=inputs.bias,
         learned=inputs.learned,
+        relu=relu,
     )
+    return y if finish is None or relu else finish.apply(y)
 
 
 def unit_kernel(weight: Tensor, w_norm: Tensor) -> Tensor:

@@ -2,19 +2,21 @@
 
 Given the dot product d = ⟨w/‖w‖, x⟩ and the norm map n = ‖x‖, with per-kernel vectors s (factor), t (gain), ρ and b,
 
-    y = s · h(t·n, ρ) · g(c) + b,        c = clamp(d/n, −1, 1).
+    y = s · h(t·n, ρ) · g(c) + b,        c = clamp(d/n, −1, 1),
 
+and with `relu` max(y, 0), whose gradient is that of y where it is positive.
 For an incoming gradient e the gradients follow from the formulas' own slopes (h' in ‖x‖, h_ρ in ρ, g' in c):
 
     d:  e·s·h·g'/n  (0 where the clamp holds)         n:  Σ over kernels of  e·s·g·h'·t − (gradient of d)·c
     s:  Σ e·h·g        t:  Σ e·s·g·h'·n        ρ:  Σ e·s·g·h_ρ        b:  Σ e        a parameter k of g:  Σ e·s·h·g_k
 
-The dot product and the norm map are inputs of the autograd function, and nothing else is kept: everything is
-recomputed in backward. Keeping an intermediate result would make second derivatives silently wrong.
+The dot product and the norm map are inputs of the autograd function. On a CPU the results of slow functions are kept besides; everything
+else is computed again in backward, and for second derivatives those results too, which would be wrong without a word if they were kept.
 """
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from dcnet.ops.norms import inverse, plain_autograd
 from dcnet.ops.operator import Operator
-from dcnet.ops.programs import Program
+from dcnet.ops.programs import Pair, record
 
 # On a CPU the output is worked through in pieces of this many elements a thread: small enough for intermediate results
 # to stay in the cache and for a low peak memory, large enough that Python's share of the time is small.
@@ -40,8 +42,9 @@ def epilogue(
     radius: Tensor | None,
     bias: Tensor | None,
     learned: Mapping[str, Tensor],
+    relu: bool = False,
 ) -> Tensor:
-    """y = s·h(t·n, ρ)·g(d/n) + b in the shape, dtype and memory format of the dot product.
+    """y = s·h(t·n, ρ)·g(d/n) + b in the shape, dtype and memory format of the dot product; max(y, 0) with `relu`.
 
     `dot` is (N, out_channels, …), `norms` (N, groups, …), the vectors (out_channels,).
     """
@@ -52,7 +55,8 @@ def epilogue(
     if plain_autograd():  # no pieces; and no reshaping, which torch.compile cannot see through when sizes are unknown
         n = norms if groups == 1 else norms.repeat_interleave(kernels, 1)
         values = [None if v is None else v.to(n.dtype).reshape(channels, *[1] * len(positions)) for v in vectors]
-        return _value(operator, *operator.formulas(), dot, n, inverse(n), *values).to(dot.dtype)
+        y = _value(operator, _cosine(dot, inverse(n)), n, *values).to(dot.dtype)
+        return torch.relu(y) if relu else y
     by_channel = _channels_last(dot)
     if by_channel:  # rows of channels: (N·positions, groups, kernels)
         d = dot.movedim(1, -1).reshape(batch * count, groups, kernels)
@@ -64,7 +68,7 @@ def epilogue(
     def per_kernel(v: Tensor | None) -> Tensor | None:
         return None if v is None else v.to(n.dtype).reshape((groups, kernels) if by_channel else (groups, kernels, 1))
 
-    y = _Epilogue.apply(operator, d, n, *map(per_kernel, vectors))
+    y = _Epilogue.apply(operator, relu, torch.is_grad_enabled(), d, n, *map(per_kernel, vectors))
     if by_channel:
         return y.reshape(batch, *positions, channels).movedim(-1, 1)
     return y.reshape(dot.shape)
@@ -79,99 +83,116 @@ class _Epilogue(torch.autograd.Function):
     """Acts on d (rows, groups, kernels[, positions]), n (rows, groups, 1[, positions]), vectors (groups, kernels[, 1])."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
-        ctx.operator = operator
-        ctx.save_for_backward(d, n, *vectors)
-        y, one_over_n = torch.empty_like(d), inverse(n)
-        h, g = operator.programs(slopes=False)
+    def forward(ctx: Any, operator: Operator, relu: bool, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
+        there, wanted = tuple(v is not None for v in vectors), ctx.needs_input_grad[3:]  # which are not asked whether gradients are on
+        on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
+        program, _, count = _programs(operator, relu, d.dim(), there, wanted, not on_cpu, on_cpu and differentiable and any(wanted))
+        y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
+        one_over_n, given = inverse(n), [v for v in vectors if v is not None]
+        within = on_cpu  # whether no clamp of cos θ holds anywhere; asking another device would mean waiting for it
         for piece in _pieces(d):
-            y[piece] = _value(operator, h, g, d[piece], n[piece], one_over_n[piece], *vectors)
+            ((least, greatest),) = program(y[piece], *(k[piece] for k in kept), d[piece], n[piece], one_over_n[piece], *given)
+            within = within and least.item() > -1.0 and greatest.item() < 1.0
+        ctx.operator, ctx.there, ctx.within = operator, there, within
+        ctx.save_for_backward(d, n, y if relu else None, *vectors, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
-        d, n, *vectors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        d, n, y, *rest = ctx.saved_tensors
+        vectors, kept = rest[: len(ctx.there)], rest[len(ctx.there) :]
+        wanted = ctx.needs_input_grad[3:]
         one_over_n = inverse(n)
         # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place;
         # a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(e):
-            of_d, *rest = _gradients(ctx.operator, wanted, e, d, n, one_over_n, *vectors)
-            return None, None if of_d is None else of_d.to(d.dtype), *rest
-        grad_d = torch.empty_like(d) if wanted[0] else None
+            of_d, *others = _gradients(ctx.operator, wanted, d.dim(), True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
+            return None, None, None, None if of_d is None else of_d.to(d.dtype), *others
+        _, program, _ = _programs(ctx.operator, y is not None, d.dim(), ctx.there, wanted, not ctx.within, bool(kept))
+        grad_d = [torch.empty_like(d)] if wanted[0] else []
         grad_n = torch.empty_like(n) if wanted[1] else None
         sums: list[Any] = [None] * len(vectors)
+        given = [v for v in vectors if v is not None]
         for piece in _pieces(d):
-            of_d, of_n, *of_vectors = _gradients(ctx.operator, wanted, e[piece], d[piece], n[piece], one_over_n[piece], *vectors)
-            if grad_d is not None:
-                grad_d[piece] = of_d
+            of_n, *of_vectors = program(
+                *(full[piece] for full in (*grad_d, *kept, d, n, one_over_n)),
+                *given,
+                *(full[piece].to(n.dtype) for full in (y, e) if full is not None),
+            )
             if grad_n is not None:
                 grad_n[piece] = of_n
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, of_vectors, strict=True)]
-        return None, grad_d, grad_n, *sums
+        return None, None, None, grad_d[0] if grad_d else None, grad_n, *sums
 
 
 def _pieces(d: Tensor) -> Iterator[slice]:
     """Slices of the first dimension; all of it at once where there is no CPU cache to fit."""
     per_piece = _PIECE * torch.get_num_threads() if d.device.type == "cpu" else d.numel()
     rows = max(1, per_piece * d.shape[0] // max(1, d.numel()))
-    for start in range(0, d.shape[0], rows):
+    for start in range(0, d.shape[0] if d.numel() else 0, rows):
         yield slice(start, start + rows)
 
 
-def _value(
-    operator: Operator,
-    magnitude: Program,
-    angular: Program,
-    d: Tensor,
-    n: Tensor,
-    one_over_n: Tensor,
-    factor: Tensor | None,
-    gain: Tensor | None,
-    radius: Tensor | None,
-    bias: Tensor | None,
-    *learned: Any,
-) -> Tensor:
+@cache
+def _programs(operator: Operator, relu: bool, dims: int, there: tuple[bool, ...], wanted: tuple[bool, ...], masked: bool, keep: bool) -> Pair:
+    """The passes of this operator: `_value` with the extremes of cos θ, and `_gradients`."""
+    d, per_kernel = (torch.ones(2, 3, 5, 7), torch.ones(3, 5, 1)) if dims == 4 else (torch.ones(2, 3, 5), torch.ones(3, 5))
+    n = d[:, :, :1]
+    names = ("factor", "gain", "radius", "bias", *operator.learned)
+    vectors = {f"of_{name}": per_kernel if present else None for name, present in zip(names, there, strict=True)}
+
+    def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
+        c = _cosine(d, one_over_n)
+        extremes = torch.aminmax(c)
+        y = _value(operator, c, n, *vectors.values())
+        return y.clamp(min=0.0) if relu else y, extremes
+
+    def backward(d: Any, n: Any, one_over_n: Any, **rest: Any) -> tuple[Any, ...]:
+        return _gradients(operator, wanted, dims, masked, d, n, one_over_n, *rest.values())
+
+    return record(forward, backward, {"d": d, "n": n, "one_over_n": n, **vectors}, {"y": d if relu else None, "e": d}, d.shape, keep)
+
+
+def _cosine(d: Any, one_over_n: Any) -> Any:
+    return (d * one_over_n).clamp(-1.0, 1.0)
+
+
+def _value(operator: Operator, c: Any, n: Any, factor: Any, gain: Any, radius: Any, bias: Any, *learned: Any) -> Any:
     """y in the compute dtype."""
+    magnitude, angular = operator.formulas()
     of_h, of_g = _split(operator, learned)
-    c = (d * one_over_n).clamp(-1.0, 1.0)
     y = angular(c, None, *of_g)[0] * magnitude(n if gain is None else n * gain, radius, *of_h)[0]
     if factor is not None:
         y = y * factor
     return y if bias is None else y + bias
 
 
-def _gradients(
-    operator: Operator,
-    wanted: tuple[bool, ...],
-    e: Tensor,
-    d: Tensor,
-    n: Tensor,
-    one_over_n: Tensor,
-    factor: Tensor | None,
-    gain: Tensor | None,
-    radius: Tensor | None,
-    bias: Tensor | None,
-    *learned: Any,
-) -> tuple[Any, ...]:
-    """The gradients in (d, n, factor, gain, radius, bias, *learned), None where not wanted; see the top of the file."""
+def _gradients(operator: Operator, wanted: tuple[bool, ...], dims: int, masked: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
+    """The gradients in (d, n, factor, gain, radius, bias, *learned), None where not wanted; see the top of the file.
+
+    dims: those of d; masked: whether a clamp of cos θ may hold somewhere, which lets no gradient through; y: the output of a ReLU, if there is one.
+    """
+    factor, gain, radius, _, *learned, y, e = rest
+    if y is not None:
+        e = torch.ops.aten.threshold_backward(e, y, 0.0)
     want_d, want_n, want_factor, want_gain, want_radius, want_bias, *want_learned = wanted
-    magnitude, angular = operator.programs(slopes=True)
-    of_h, of_g = _split(operator, learned)
-    ratio = d * one_over_n
-    c = ratio.clamp(-1.0, 1.0)
+    magnitude, angular = operator.formulas()
+    of_h, of_g = _split(operator, tuple(learned))
+    c = _cosine(d, one_over_n)
     h, h_n, *h_rest = magnitude(n if gain is None else n * gain, radius, *of_h)
     g, g_c, *g_rest = angular(c, None, *of_g)
 
-    es = e.to(n.dtype) if factor is None else e * factor
+    es = e if factor is None else e * factor
     grad_h = es * g
     grad_g = _times(es, h)
-    # hardtanh's gradient is the clamp's: 0 where |d/n| ≥ 1
-    grad_d = torch.ops.aten.hardtanh_backward(_times(grad_g, g_c), ratio, -1.0, 1.0) * one_over_n
+    grad_c = _times(grad_g, g_c)
+    if masked:  # hardtanh's gradient is the clamp's: 0 where |d/n| ≥ 1
+        grad_c = torch.ops.aten.hardtanh_backward(grad_c, d * one_over_n, -1.0, 1.0)
+    grad_d = grad_c * one_over_n
 
     grad_n = None
     if want_n:
-        grad_n = (grad_d * c).sum(2, keepdim=True).neg()
+        grad_n = -((grad_c * c).sum(2, keepdim=True) * one_over_n)
         if not _is(h_n, 0.0):
             grad_n = grad_n + _times(grad_h, h_n if gain is None else h_n * gain).sum(2, keepdim=True)
     if radius is not None:
@@ -179,14 +200,19 @@ def _gradients(
     h_slopes = dict(zip(operator.magnitude.formula.learnable, h_rest, strict=True))
     g_slopes = dict(zip(operator.angular.formula.learnable, g_rest, strict=True))
     grad_learned = [grad_h * h_slopes[name] for name in operator.magnitude.learned] + [grad_g * g_slopes[name] for name in operator.angular.learned]
+
+    def to_kernels(full: Any) -> Any:
+        """Sums over rows and positions into the shape of the vectors."""
+        return full.sum((0, 3)).unsqueeze(-1) if dims == 4 else full.sum(0)
+
     return (
         grad_d if want_d else None,
         grad_n,
-        _to_kernels(_times(e * g, h)) if want_factor else None,
-        _to_kernels(grad_h * h_n * n) if want_gain else None,
-        _to_kernels(grad_h * h_rho) if want_radius else None,
-        _to_kernels(e.to(n.dtype)) if want_bias else None,
-        *(_to_kernels(full) if want else None for full, want in zip(grad_learned, want_learned, strict=True)),
+        to_kernels(_times(e * g, h)) if want_factor else None,
+        to_kernels(grad_h * h_n * n) if want_gain else None,
+        to_kernels(grad_h * h_rho) if want_radius else None,
+        to_kernels(e) if want_bias else None,
+        *(to_kernels(full) if want else None for full, want in zip(grad_learned, want_learned, strict=True)),
     )
 
 
@@ -200,11 +226,6 @@ def _is(slope: Any, number: float) -> bool:
     return isinstance(slope, int | float) and slope == number
 
 
-def _times(full: Tensor, slope: Any) -> Tensor:
+def _times(full: Any, slope: Any) -> Any:
     """full·slope, without a pass over memory where the slope is the number 1."""
     return full if _is(slope, 1.0) else full * slope
-
-
-def _to_kernels(full: Tensor) -> Tensor:
-    """Sums over rows and positions into the shape of the vectors."""
-    return full.sum((0, 3)).unsqueeze(-1) if full.dim() == 4 else full.sum(0)

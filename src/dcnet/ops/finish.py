@@ -10,7 +10,10 @@ ACTIVATIONS = (None, "relu", "prelu")
 
 
 class Finish(NamedTuple):
-    """act(BatchNorm(y) + residual). Without `gamma` and running averages as `F.batch_norm` has it; `slope` is PReLU's."""
+    """act(BatchNorm(y) + residual), or with `normalise=False` act(y + residual).
+
+    Without `gamma` and running averages as `F.batch_norm` has it; `slope` is PReLU's.
+    """
 
     gamma: Tensor | None
     beta: Tensor | None
@@ -23,11 +26,18 @@ class Finish(NamedTuple):
     residual: Tensor | None = None
     activation: str | None = None
     slope: Tensor | None = None
+    normalise: bool = True
+
+    @property
+    def is_relu(self) -> bool:
+        """Whether a ReLU follows and nothing else."""
+        return self.activation == "relu" and self.residual is None and not self.normalise
 
     def apply(self, y: Tensor) -> Tensor:
         """The same by PyTorch's own operators, one after the other."""
-        self.count_batch()
-        y = F.batch_norm(y, self.running_mean, self.running_var, self.gamma, self.beta, self.training, self.momentum, self.eps)
+        if self.normalise:
+            self.count_batch()
+            y = F.batch_norm(y, self.running_mean, self.running_var, self.gamma, self.beta, self.training, self.momentum, self.eps)
         if self.residual is not None:
             y = y + self.residual
         if self.activation == "relu":
@@ -42,3 +52,7 @@ class Finish(NamedTuple):
         if self.batches is not None:
             with torch.no_grad():
                 self.batches.add_(1)
+
+
+NOTHING = Finish(None, None, None, None, training=False, momentum=0.0, eps=0.0, normalise=False)
+ONLY_RELU = NOTHING._replace(activation="relu")

@@ -1,6 +1,6 @@
 """Which decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from dcnet.formulas import Choice, Formula, choose, nearest
 from dcnet.formulas.angulars import cosine
 from dcnet.formulas.magnitudes import linear
-from dcnet.ops.programs import Program, program
 
 WEIGHTINGS = (None, "linear", "joint", "separate")
 
@@ -60,19 +59,11 @@ class Operator:
         """The part of h that depends on ‖x‖, and its slopes."""
         return self.magnitude_one(norm, rho, learned) if self.weighting == "separate" else self.magnitude(norm, rho, learned)
 
-    def formulas(self) -> tuple[Program, Program]:
-        """`patch_magnitude` and the angular function as they are written, called as `programs` are."""
+    def formulas(self) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
+        """`patch_magnitude` and the angular function, both called with (first, rho, *learned)."""
         return (
             lambda norm, rho, *learned: self.patch_magnitude(norm, rho, dict(zip(self.magnitude.learned, learned, strict=True))),
             lambda c, _, *learned: self.angular(c, None, dict(zip(self.angular.learned, learned, strict=True))),
-        )
-
-    def programs(self, slopes: bool) -> tuple[Program, Program]:
-        """`patch_magnitude` and the angular function, with their slopes or without, each lean: (first, rho, *learned)."""
-        everything = 2 + int(self.magnitude.formula.has_radius) + len(self.magnitude.formula.learnable)
-        return (
-            program(self.magnitude, everything if slopes else 1, self.alpha_one if self.weighting == "separate" else ()),
-            program(self.angular, 2 + len(self.angular.formula.learnable) if slopes else 1),
         )
 
 

@@ -1,18 +1,19 @@
-"""A formula cut down to the results asked for.
+"""A forward and a backward pass over the same tensors, recorded once and made into lean programs.
 
-A formula returns its value and all its slopes, with α and the like as variables. The forward pass needs the value
-alone, and a multiplication by α = 1 is a pass over memory for nothing. So each choice of a formula is recorded once
-with torch.fx, simplified, and stripped of what does not lead to the results wanted.
+In a training step on a CPU a decoupled network's own share is passes over memory. So what is to be computed is recorded with
+torch.fx, value and gradients in one graph, and then
+
+- what is computed twice is computed once, and what no result needs is not computed;
+- results of slow functions (tanh takes as long as twenty products) are kept by the forward pass for the backward pass;
+- a result that nobody reads any more is written over, and the last operation writes where its result is wanted.
 """
 
 import operator
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
-from torch import fx, nn
-
-from dcnet.formulas import Choice
+import torch
+from torch import Tensor, fx, nn
 
 # (operation, which argument) -> the number that makes it the identity in its other argument
 _NEUTRAL = {
@@ -23,21 +24,153 @@ _NEUTRAL = {
     (operator.add, 1): 0.0,
     (operator.sub, 1): 0.0,
 }
+_COMMUTATIVE = (operator.mul, operator.add)
+
+# operation -> the method that writes over its tensor, and the function that takes out=
+_VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
+    operator.mul: ("mul_", torch.mul),
+    operator.add: ("add_", torch.add),
+    operator.sub: ("sub_", torch.sub),
+    operator.truediv: ("div_", torch.div),
+    operator.neg: ("neg_", torch.neg),
+    "clamp": ("clamp_", torch.clamp),
+    torch.abs: ("abs_", torch.abs),
+    torch.rsqrt: ("rsqrt_", torch.rsqrt),
+    torch.tanh: ("tanh_", torch.tanh),
+    torch.asin: ("asin_", torch.asin),
+}
+
+# slower than writing their results to memory and reading them again (their times are in benchmarks/NOTES.md)
+_SLOW = (torch.tanh, torch.asin, operator.pow)
 
 Program = Callable[..., tuple[Any, ...]]
 
 
-@cache
-def program(choice: Choice, results: int, overrides: tuple[tuple[str, float], ...] = ()) -> Program:
-    """A function (first, rho, *learned) that gives the formula's first so many results, rho None where it takes none."""
+class Pair(NamedTuple):
+    """The two programs; their parameters come in the order of `record`'s, without those that are None."""
+
+    forward: Program  # (out, *kept, *inputs) -> the other results
+    backward: Program  # (out if there is a first result, *kept, *inputs, *later) -> the other results
+    kept: int
+
+
+class _Sizes(fx.Interpreter):
+    """Marks the nodes whose results are as large as the output."""
+
+    def __init__(self, graph: fx.Graph, size: torch.Size) -> None:
+        super().__init__(fx.GraphModule(nn.Module(), graph))
+        self.size = size
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["full"] = isinstance(result, Tensor) and result.shape == self.size
+        return result
+
+
+def record(
+    forward: Callable[..., Sequence[Any]],
+    backward: Callable[..., Sequence[Any]],
+    inputs: Mapping[str, Tensor | None],
+    later: Mapping[str, Tensor | None],
+    size: torch.Size,
+    keep: bool,
+) -> Pair:
+    """The programs of two functions, the first of the inputs by name, the second also of what there is later, such as the incoming gradient.
+
+    The first result of each, of the given size, goes to a tensor of the caller's. The inputs given are examples: their sizes
+    matter, in which no two dimensions may be alike. keep: whether the forward pass may keep results for the other.
+    """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    first, rho, *learned = (fx.Proxy(graph.placeholder(name), tracer) for name in ("first", "rho", *(f"learned_{name}" for name in choice.learned)))
-    outputs = choice(first, rho, dict(zip(choice.learned, learned, strict=True)), **dict(overrides))[:results]
-    graph.output(tuple(result.node if isinstance(result, fx.Proxy) else result for result in outputs))
+    examples = {**inputs, **later}
+    proxies = {name: None if example is None else fx.Proxy(graph.placeholder(name), tracer) for name, example in examples.items()}
+    ahead, behind = forward(**{name: proxies[name] for name in inputs}), backward(**proxies)
+    graph.output(tuple(tuple(result.node if isinstance(result, fx.Proxy) else result for result in results) for results in (ahead, behind)))
+    _simplify(graph)
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    before = sum(example is not None for example in inputs.values())
+    ahead, behind = cast(tuple[Any, Any], graph.output_node().args[0])
+    _Sizes(graph, size).run(*(example for example in examples.values() if example is not None))
+    kept = _kept(graph, ahead, behind) if keep else []
+    return Pair(
+        _cut(graph, given[:before], [ahead[0], *kept], ahead[1:]),
+        _cut(graph, [*kept, *given], [] if behind[0] is None else [behind[0]], behind[1:]),
+        len(kept),
+    )
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drops what changes nothing, what has been computed before, and what leads to no result."""
+    seen: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         for position, argument in enumerate(node.args):
             if isinstance(argument, int | float) and _NEUTRAL.get((node.target, position)) == argument:
                 node.replace_all_uses_with(node.args[1 - position])
+        if node.op in ("call_function", "call_method"):
+            earlier = seen.setdefault((node.op, node.target, node.args, tuple(node.kwargs.items())), node)
+            if earlier is not node:
+                node.replace_all_uses_with(earlier)
     graph.eliminate_dead_code()
-    return fx.GraphModule(nn.Module(), graph).forward
+
+
+def _needed(results: Iterable[Any], given: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that leads from what is given to the results, both included."""
+    needed: set[fx.Node] = set()
+    waiting = [result for result in results if isinstance(result, fx.Node)]
+    stop = set(given)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += [] if node in stop else node.all_input_nodes
+    return needed
+
+
+def _kept(graph: fx.Graph, ahead: Iterable[Any], behind: Iterable[Any]) -> list[fx.Node]:
+    """The results of slow functions in the forward pass that the backward pass would compute again."""
+    computed = _needed(ahead, [])
+    slow = [node for node in graph.nodes if node in computed and node.target in _SLOW and node.meta["full"]]
+    again = _needed(behind, slow)
+    return [node for node in slow if node in again]
+
+
+def _cut(graph: fx.Graph, given: Sequence[fx.Node], outs: Sequence[fx.Node], results: Sequence[Any]) -> Program:
+    """The part of a graph that computes `outs`, into tensors that come first among the parameters, and `results`."""
+    part = fx.Graph()
+    places = [part.placeholder(f"out_{number}") for number in range(len(outs))]
+    copies = {node: part.placeholder(node.name) for node in given}
+    needed = _needed([*outs, *results], given)
+    for node in graph.nodes:
+        if node in needed and node not in copies and node.op != "output":
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    for number, (node, place) in enumerate(zip(outs, places, strict=True)):
+        _write_to(part, copies[node], place, exact=number > 0)
+    part.output(tuple(copies.get(result) if isinstance(result, fx.Node) else result for result in results))
+    _write_over(part)
+    return fx.GraphModule(nn.Module(), part).forward
+
+
+def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, exact: bool) -> None:
+    """Lets a result be written to a place; directly only if the place has all its digits, or nobody else reads it."""
+    if node.target in _VARIANTS and node.meta["full"] and isinstance(node.args[0], fx.Node) and (exact or not node.users):
+        node.op, node.target = "call_function", _VARIANTS[node.target][1]
+        node.kwargs = {**node.kwargs, "out": place}
+    else:
+        with graph.inserting_after(node):
+            graph.call_method("copy_", (place, node))
+
+
+def _write_over(graph: fx.Graph) -> None:
+    """Lets operations write over an argument that is not read again."""
+    last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
+    for node in graph.nodes:
+        if node.target not in _VARIANTS or "out" in node.kwargs or not node.meta["full"]:
+            continue
+        for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
+            argument = node.args[position]
+            if not isinstance(argument, fx.Node) or argument.op == "placeholder" or "out" in argument.kwargs:
+                continue
+            if argument.meta["full"] and last[argument] is node:
+                rest = tuple(other for number, other in enumerate(node.args) if number != position)
+                node.op, node.target, node.args = "call_method", _VARIANTS[node.target][0], (argument, *rest)
+                break

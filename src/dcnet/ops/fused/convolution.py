@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.eager import inner_product_kernel
-from dcnet.ops.finish import ACTIVATIONS, Finish
+from dcnet.ops.finish import ACTIVATIONS, NOTHING, Finish
 from dcnet.ops.fused.averages import move_averages
 from dcnet.ops.fused.launch import dense
 from dcnet.ops.fused.library import decoupled, on_device
@@ -14,8 +14,6 @@ from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
 
-_NO_FINISH = Finish(None, None, None, None, False, 0.0, 0.0)
-
 
 def decouple(inputs: Inputs) -> Tensor:
     """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, finished: (N, out_channels, *positions)."""
@@ -24,8 +22,8 @@ def decouple(inputs: Inputs) -> Tensor:
         y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
         return y if finish is None else finish.apply(y)
     # PReLU behind a residual would need the sum's sign, which the output does not tell when its slope is negative
-    if finish is None or inputs.x.shape[0] == 0 or (finish.residual is not None and finish.activation == "prelu"):
-        y = _decouple(inputs, _NO_FINISH, ALONE)
+    if finish is None or not finish.normalise or inputs.x.shape[0] == 0 or (finish.residual is not None and finish.activation == "prelu"):
+        y = _decouple(inputs, NOTHING, ALONE)
         return y if finish is None else finish.apply(y)
     return _decouple(inputs, finish, STATISTICS if finish.training else AVERAGES)
 
@@ -73,7 +71,7 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope)
     out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
     if vectors is not None and (moves or (tracked is not None and tracked.running_norm is not None)):
-        _move_averages(vectors, options, weight.shape[0], tracked, finish if moves else _NO_FINISH, out.numel() // weight.shape[0])
+        _move_averages(vectors, options, weight.shape[0], tracked, finish if moves else NOTHING, out.numel() // weight.shape[0])
     return out
 
 
