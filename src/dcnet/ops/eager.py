@@ -1,11 +1,14 @@
 """Decoupling with PyTorch's own operators: a convolution, a box sum of x², and one lean pass over the output."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from dcnet.ops.epilogue import epilogue
-from dcnet.ops.geometry import convolve
+from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs
-from dcnet.ops.norms import compute_dtype, inverse, kernel_norm, norm_map
+from dcnet.ops.norms import box_sum, compute_dtype, inverse, kernel_norm, plain_autograd, root, squares_in_pieces, sum_of_squares
 
 
 def decouple(inputs: Inputs) -> Tensor:
@@ -14,9 +17,9 @@ def decouple(inputs: Inputs) -> Tensor:
     if operator.is_inner_product:
         y = convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, where)
         return y if finish is None else finish.apply(y)
-    norms = norm_map(inputs.x, where, inputs.eps)
     w_norm = kernel_norm(weight, inputs.eps)
-    dot = convolve(inputs.x, unit_kernel(weight, w_norm), None, where)
+    dot, squares = _dot_and_squares(inputs.x, unit_kernel(weight, w_norm), where)
+    norms = root(box_sum(squares, where), inputs.eps)
     rho, radius = inputs.radii(norms)
     relu = finish is not None and finish.is_relu
     y = epilogue(
@@ -31,6 +34,38 @@ def decouple(inputs: Inputs) -> Tensor:
         relu=relu,
     )
     return y if finish is None or relu else finish.apply(y)
+
+
+class _DotAndSquares(torch.autograd.Function):
+    """A convolution, and Σx² over the channels of each group: what both give to the gradient of x is added in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: Tensor, where: Geometry) -> tuple[Tensor, Tensor]:
+        ctx.where = where
+        ctx.save_for_backward(x, kernel)
+        return convolve(x, kernel, None, where), squares_in_pieces(x, where.groups)
+
+    @staticmethod
+    def backward(ctx: Any, of_dot: Tensor, of_squares: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, kernel = ctx.saved_tensors
+        where, (want_x, want_kernel, _) = ctx.where, ctx.needs_input_grad
+        geometry = (where.stride, where.symmetric_padding, where.dilation, False, [0] * where.dims, where.groups)
+        grad_x, grad_kernel, _ = torch.ops.aten.convolution_backward(of_dot, x, kernel, None, *geometry, (want_x, want_kernel, False))
+        if want_x:
+            x, doubled = x.unflatten(1, (where.groups, -1)), (2.0 * of_squares).unsqueeze(2)
+            apart = grad_x.unflatten(1, (where.groups, -1))
+            differentiated = torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(of_dot)
+            added = torch.addcmul(apart, x, doubled) if differentiated else apart.addcmul_(x, doubled)
+            grad_x = added.flatten(1, 2).to(grad_x.dtype)
+        return grad_x, grad_kernel, None
+
+
+def _dot_and_squares(x: Tensor, kernel: Tensor, where: Geometry) -> tuple[Tensor, Tensor]:
+    """⟨w, x⟩/‖w‖ of every patch and kernel, and Σx² over the channels of each group."""
+    apart = where.dims == 0 or where.symmetric_padding is None or plain_autograd() or torch.is_autocast_enabled(x.device.type)
+    if apart:  # a linear map, a padding written out, transforms that need ordinary operations, and a dtype that is the convolution's alone
+        return convolve(x, kernel, None, where), sum_of_squares(x, where.groups)
+    return _DotAndSquares.apply(x, kernel, where)
 
 
 def unit_kernel(weight: Tensor, w_norm: Tensor) -> Tensor:

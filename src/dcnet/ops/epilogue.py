@@ -15,21 +15,17 @@ else is computed again in backward, and for second derivatives those results too
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dcnet.ops.norms import inverse, plain_autograd
 from dcnet.ops.operator import Operator
+from dcnet.ops.pieces import pieces
 from dcnet.ops.programs import Pair, record
-
-# On a CPU the output is worked through in pieces of this many elements a thread: small enough for intermediate results
-# to stay in the cache and for a low peak memory, large enough that Python's share of the time is small.
-# Measured on two cores (benchmarks/NOTES.md): 32768 and 262144 are both slower.
-_PIECE = 131072
 
 
 def epilogue(
@@ -79,78 +75,80 @@ def _channels_last(x: Tensor) -> bool:
     return x.dim() == 2 or (x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous())
 
 
+class _Kind(NamedTuple):
+    """What decides which passes there are."""
+
+    operator: Operator
+    relu: bool
+    dims: int  # of d: 4 with positions behind the kernels, else 3
+    there: tuple[bool, ...]  # which vectors
+    wanted: tuple[bool, ...]  # which gradients, of (d, n, *vectors)
+    direct: bool  # whether d has the dtype of the arithmetic
+
+
 class _Epilogue(torch.autograd.Function):
     """Acts on d (rows, groups, kernels[, positions]), n (rows, groups, 1[, positions]), vectors (groups, kernels[, 1])."""
 
     @staticmethod
     def forward(ctx: Any, operator: Operator, relu: bool, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
-        there, wanted = tuple(v is not None for v in vectors), ctx.needs_input_grad[3:]  # which are not asked whether gradients are on
+        given = [v for v in vectors if v is not None]
+        wanted = ctx.needs_input_grad[3:]  # also where gradients are off: that is what `differentiable` says
+        kind = _Kind(operator, relu, d.dim(), tuple(v is not None for v in vectors), wanted, d.dtype == n.dtype)
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
-        program, _, count = _programs(operator, relu, d.dim(), there, wanted, not on_cpu, on_cpu and differentiable and any(wanted))
+        program, _, count = _programs(kind, not on_cpu, on_cpu and differentiable and any(wanted))
         y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
-        one_over_n, given = inverse(n), [v for v in vectors if v is not None]
+        one_over_n = inverse(n)
         within = on_cpu  # whether no clamp of cos θ holds anywhere; asking another device would mean waiting for it
-        for piece in _pieces(d):
-            ((least, greatest),) = program(y[piece], *(k[piece] for k in kept), d[piece], n[piece], one_over_n[piece], *given)
+        for piece in pieces(d):
+            ((least, greatest),) = program(*(full[piece] for full in (y, *kept, d, n, one_over_n)), *given)
             within = within and least.item() > -1.0 and greatest.item() < 1.0
-        ctx.operator, ctx.there, ctx.within = operator, there, within
+        ctx.kind, ctx.within = kind, within
         ctx.save_for_backward(d, n, y if relu else None, *vectors, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
+        kind = ctx.kind
         d, n, y, *rest = ctx.saved_tensors
-        vectors, kept = rest[: len(ctx.there)], rest[len(ctx.there) :]
-        wanted = ctx.needs_input_grad[3:]
+        vectors, kept = rest[: len(kind.there)], rest[len(kind.there) :]
         one_over_n = inverse(n)
         # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place;
         # a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(e):
-            of_d, *others = _gradients(ctx.operator, wanted, d.dim(), True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
+            of_d, *others = _gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
             return None, None, None, None if of_d is None else of_d.to(d.dtype), *others
-        _, program, _ = _programs(ctx.operator, y is not None, d.dim(), ctx.there, wanted, not ctx.within, bool(kept))
-        grad_d = [torch.empty_like(d)] if wanted[0] else []
-        grad_n = torch.empty_like(n) if wanted[1] else None
+        _, program, _ = _programs(kind, not ctx.within, bool(kept))
+        grad_d = [torch.empty_like(d)] if kind.wanted[0] else []
+        grad_n = torch.empty_like(n) if kind.wanted[1] else None
+        given, later = [v for v in vectors if v is not None], [full for full in (y, e) if full is not None]
         sums: list[Any] = [None] * len(vectors)
-        given = [v for v in vectors if v is not None]
-        for piece in _pieces(d):
-            of_n, *of_vectors = program(
-                *(full[piece] for full in (*grad_d, *kept, d, n, one_over_n)),
-                *given,
-                *(full[piece].to(n.dtype) for full in (y, e) if full is not None),
-            )
+        for piece in pieces(d):
+            parts = [full[piece] for full in (*grad_d, *kept, d, n, one_over_n)]
+            of_n, *of_vectors = program(*parts, *given, *(full[piece].to(n.dtype) for full in later))
             if grad_n is not None:
                 grad_n[piece] = of_n
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, of_vectors, strict=True)]
         return None, None, None, grad_d[0] if grad_d else None, grad_n, *sums
 
 
-def _pieces(d: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension; all of it at once where there is no CPU cache to fit."""
-    per_piece = _PIECE * torch.get_num_threads() if d.device.type == "cpu" else d.numel()
-    rows = max(1, per_piece * d.shape[0] // max(1, d.numel()))
-    for start in range(0, d.shape[0] if d.numel() else 0, rows):
-        yield slice(start, start + rows)
-
-
 @cache
-def _programs(operator: Operator, relu: bool, dims: int, there: tuple[bool, ...], wanted: tuple[bool, ...], masked: bool, keep: bool) -> Pair:
-    """The passes of this operator: `_value` with the extremes of cos θ, and `_gradients`."""
-    d, per_kernel = (torch.ones(2, 3, 5, 7), torch.ones(3, 5, 1)) if dims == 4 else (torch.ones(2, 3, 5), torch.ones(3, 5))
-    n = d[:, :, :1]
-    names = ("factor", "gain", "radius", "bias", *operator.learned)
-    vectors = {f"of_{name}": per_kernel if present else None for name, present in zip(names, there, strict=True)}
+def _programs(kind: _Kind, masked: bool, keep: bool) -> Pair:
+    """The passes: `_value` with the extremes of cos θ, and `_gradients`."""
+    d, per_kernel = (torch.ones(2, 3, 5, 7), torch.ones(3, 5, 1)) if kind.dims == 4 else (torch.ones(2, 3, 5), torch.ones(3, 5))
+    names = ("factor", "gain", "radius", "bias", *kind.operator.learned)
+    inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
+    vectors = {f"of_{name}": per_kernel if present else None for name, present in zip(names, kind.there, strict=True)}
 
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n)
         extremes = torch.aminmax(c)
-        y = _value(operator, c, n, *vectors.values())
-        return y.clamp(min=0.0) if relu else y, extremes
+        y = _value(kind.operator, c, n, *vectors.values())
+        return y.clamp(min=0.0) if kind.relu else y, extremes
 
-    def backward(d: Any, n: Any, one_over_n: Any, **rest: Any) -> tuple[Any, ...]:
-        return _gradients(operator, wanted, dims, masked, d, n, one_over_n, *rest.values())
+    def backward(**inputs: Any) -> tuple[Any, ...]:
+        return _gradients(kind, masked, *inputs.values())
 
-    return record(forward, backward, {"d": d, "n": n, "one_over_n": n, **vectors}, {"y": d if relu else None, "e": d}, d.shape, keep)
+    return record(forward, backward, {**inputs, **vectors}, {"y": d if kind.relu else None, "e": d}, d.shape, keep, kind.direct)
 
 
 def _cosine(d: Any, one_over_n: Any) -> Any:
@@ -167,15 +165,17 @@ def _value(operator: Operator, c: Any, n: Any, factor: Any, gain: Any, radius: A
     return y if bias is None else y + bias
 
 
-def _gradients(operator: Operator, wanted: tuple[bool, ...], dims: int, masked: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
+def _gradients(kind: _Kind, masked: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
     """The gradients in (d, n, factor, gain, radius, bias, *learned), None where not wanted; see the top of the file.
 
-    dims: those of d; masked: whether a clamp of cos θ may hold somewhere, which lets no gradient through; y: the output of a ReLU, if there is one.
+    masked: whether a clamp of cos θ may hold somewhere, which lets no gradient through. The last arguments are the output where it is a
+    ReLU's, and the incoming gradient.
     """
     factor, gain, radius, _, *learned, y, e = rest
+    operator = kind.operator
     if y is not None:
         e = torch.ops.aten.threshold_backward(e, y, 0.0)
-    want_d, want_n, want_factor, want_gain, want_radius, want_bias, *want_learned = wanted
+    want_d, want_n, want_factor, want_gain, want_radius, want_bias, *want_learned = kind.wanted
     magnitude, angular = operator.formulas()
     of_h, of_g = _split(operator, tuple(learned))
     c = _cosine(d, one_over_n)
@@ -203,7 +203,7 @@ def _gradients(operator: Operator, wanted: tuple[bool, ...], dims: int, masked: 
 
     def to_kernels(full: Any) -> Any:
         """Sums over rows and positions into the shape of the vectors."""
-        return full.sum((0, 3)).unsqueeze(-1) if dims == 4 else full.sum(0)
+        return full.sum((0, 3)).unsqueeze(-1) if kind.dims == 4 else full.sum(0)
 
     return (
         grad_d if want_d else None,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dcnet.ops.geometry import Geometry, Sizes, geometry
+from dcnet.ops.pieces import pieces
 
 EPS = 1e-4  # inside the root of every norm, for patches and kernels alike
 
@@ -27,13 +28,21 @@ def plain_autograd() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def squares_in_pieces(x: Tensor, groups: int) -> Tensor:
+    """Σ over each group's channels of x², in the compute dtype; not for autograd."""
+    squares = torch.empty((x.shape[0], groups, *x.shape[2:]), dtype=compute_dtype(x), device=x.device)
+    for piece in pieces(x):
+        torch.sum(x[piece].to(squares.dtype).square().unflatten(1, (groups, -1)), 2, out=squares[piece])
+    return squares if x.numel() else squares.zero_()
+
+
 class _SumOfSquares(torch.autograd.Function):
     """Σ over each group's channels of x², in the compute dtype; keeps x alone, which the convolution keeps anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: int) -> Tensor:
         ctx.save_for_backward(x)
-        return x.to(compute_dtype(x)).square().unflatten(1, (groups, -1)).sum(2)
+        return squares_in_pieces(x, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

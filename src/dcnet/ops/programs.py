@@ -74,11 +74,13 @@ def record(
     later: Mapping[str, Tensor | None],
     size: torch.Size,
     keep: bool,
+    direct: bool = True,
 ) -> Pair:
     """The programs of two functions, the first of the inputs by name, the second also of what there is later, such as the incoming gradient.
 
     The first result of each, of the given size, goes to a tensor of the caller's. The inputs given are examples: their sizes
-    matter, in which no two dimensions may be alike. keep: whether the forward pass may keep results for the other.
+    matter, in which no two dimensions may be alike. keep: whether the forward pass may keep results for the other; direct: whether the
+    caller's tensors have the dtype of the arithmetic.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -93,8 +95,8 @@ def record(
     _Sizes(graph, size).run(*(example for example in examples.values() if example is not None))
     kept = _kept(graph, ahead, behind) if keep else []
     return Pair(
-        _cut(graph, given[:before], [ahead[0], *kept], ahead[1:]),
-        _cut(graph, [*kept, *given], [] if behind[0] is None else [behind[0]], behind[1:]),
+        _cut(graph, given[:before], [ahead[0], *kept], ahead[1:], direct),
+        _cut(graph, [*kept, *given], [] if behind[0] is None else [behind[0]], behind[1:], direct),
         len(kept),
     )
 
@@ -134,7 +136,7 @@ def _kept(graph: fx.Graph, ahead: Iterable[Any], behind: Iterable[Any]) -> list[
     return [node for node in slow if node in again]
 
 
-def _cut(graph: fx.Graph, given: Sequence[fx.Node], outs: Sequence[fx.Node], results: Sequence[Any]) -> Program:
+def _cut(graph: fx.Graph, given: Sequence[fx.Node], outs: Sequence[fx.Node], results: Sequence[Any], direct: bool) -> Program:
     """The part of a graph that computes `outs`, into tensors that come first among the parameters, and `results`."""
     part = fx.Graph()
     places = [part.placeholder(f"out_{number}") for number in range(len(outs))]
@@ -144,15 +146,15 @@ def _cut(graph: fx.Graph, given: Sequence[fx.Node], outs: Sequence[fx.Node], res
         if node in needed and node not in copies and node.op != "output":
             copies[node] = part.node_copy(node, copies.__getitem__)
     for number, (node, place) in enumerate(zip(outs, places, strict=True)):
-        _write_to(part, copies[node], place, exact=number > 0)
+        _write_to(part, copies[node], place, direct or number > 0)
     part.output(tuple(copies.get(result) if isinstance(result, fx.Node) else result for result in results))
     _write_over(part)
     return fx.GraphModule(nn.Module(), part).forward
 
 
-def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, exact: bool) -> None:
-    """Lets a result be written to a place; directly only if the place has all its digits, or nobody else reads it."""
-    if node.target in _VARIANTS and node.meta["full"] and isinstance(node.args[0], fx.Node) and (exact or not node.users):
+def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool) -> None:
+    """Lets a result be written to a place, directly where that can be."""
+    if direct and node.target in _VARIANTS and node.meta["full"] and isinstance(node.args[0], fx.Node) and "out" not in node.kwargs:
         node.op, node.target = "call_function", _VARIANTS[node.target][1]
         node.kwargs = {**node.kwargs, "out": place}
     else:

@@ -1,0 +1,123 @@
+"""The recorded passes of the epilogue: nothing of the caller's is written over, and a ReLU in the same pass changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import dcnet
+from dcnet.layers import Block
+from dcnet.ops import epilogue
+from dcnet.ops.programs import record
+
+FULL = (2, 3, 5, 7)
+
+
+def forward(x, row):
+    t = torch.tanh(x * row)
+    return t * x + 1.0 * row, t.sum(0)
+
+
+def backward(x, row, e):
+    t = torch.tanh(x * row)
+    slope = 1.0 - t * t
+    return e * (t + x * slope * row), (e * x * slope * x).sum((0, 3)).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_results_are_right_and_inputs_as_they_were(keep):
+    inputs = {"x": torch.randn(FULL), "row": torch.randn(3, 5, 1)}
+    later = {"e": torch.randn(FULL)}
+    pair = record(forward, backward, inputs, later, torch.Size(FULL), keep)
+    before = {name: tensor.clone() for name, tensor in {**inputs, **later}.items()}
+    y, grad_x = torch.empty(FULL), torch.empty(FULL)
+    kept = [torch.empty(FULL) for _ in range(pair.kept)]
+    (total,) = pair.forward(y, *kept, *inputs.values())
+    (of_row,) = pair.backward(grad_x, *kept, *inputs.values(), *later.values())
+    torch.testing.assert_close((y, total), forward(**inputs))
+    torch.testing.assert_close((grad_x, of_row), backward(**inputs, **later))
+    for name, tensor in {**inputs, **later}.items():
+        assert torch.equal(tensor, before[name]), name
+    if keep:  # the one slow function, and backward takes it from there
+        (t,) = kept
+        torch.testing.assert_close(t, torch.tanh(inputs["x"] * inputs["row"]))
+        pair.backward(grad_x, torch.zeros(FULL), *inputs.values(), *later.values())
+        torch.testing.assert_close(grad_x, later["e"] * inputs["x"] * inputs["row"])
+
+
+def test_a_number_of_one_and_repetitions_cost_nothing():
+    def twice(x):
+        return (1.0 * x) * torch.tanh(x) + x * torch.tanh(x) / 1.0, None
+
+    pair = record(twice, lambda x, e: (None, None), {"x": torch.ones(FULL)}, {"e": torch.ones(FULL)}, torch.Size(FULL), keep=True)
+    operations = [node for node in pair.forward.__self__.graph.nodes if node.op.startswith("call")]
+    assert len(operations) == 3  # tanh, one product, one sum
+    assert pair.kept == 0  # no gradient needs it
+
+
+def test_no_map_is_kept_where_no_gradient_is_wanted(monkeypatch):
+    counts = []
+    programs = epilogue._programs
+    monkeypatch.setattr(epilogue, "_programs", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments))
+    layer, x = dcnet.DecoupledConv2d(3, 4, 3), torch.randn(2, 3, 5, 5)
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    with torch.inference_mode():
+        layer(x)
+    assert counts == [1, 0, 0]
+
+
+OPERATORS = [("tanh", "cosine", None), ("sphere", "cosine", None), ("seg", "sigmoid:k=learned", "linear"), ("ball", "power_cosine", "joint")]
+
+
+def blocks(magnitude, angular, weighting, bias):
+    """A block as it is, and one whose ReLU follows by itself."""
+    torch.manual_seed(0)
+    conv = dcnet.DecoupledConv2d(4, 6, 3, padding=1, groups=2, bias=bias, magnitude=magnitude, angular=angular, weighting=weighting).double()
+    block = Block(conv)
+    return block, nn.Sequential(conv, nn.ReLU())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("magnitude", "angular", "weighting"), OPERATORS)
+def test_relu_in_the_same_pass(magnitude, angular, weighting, bias, channels_last):
+    results = []
+    for model in blocks(magnitude, angular, weighting, bias):
+        x = torch.randn(3, 4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
+        y = model(x)
+        given = [x, *model.parameters()]
+        first = torch.autograd.grad((y * y.detach().cos()).sum(), given, retain_graph=True)
+        with_graph = torch.autograd.grad((y * y).sum(), given, create_graph=True)
+        second = torch.autograd.grad(sum(gradient.square().sum() for gradient in with_graph), given)
+        results.append([y, *first, *second])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    assert 0.2 < float((results[0][0] == 0.0).float().mean()) < 0.8
+
+
+def test_relu_of_a_clamped_angle():
+    """Where d/n is rounded to 1 or beyond, the clamp lets no gradient through: the other program."""
+    x = torch.full((1, 1, 2, 2), 1000.0, requires_grad=True)
+    layer = dcnet.DecoupledConv2d(1, 2, 1, magnitude="linear", angular="square_cosine", eps=0.0)
+    layer.weight.data = torch.tensor([1.0, -1.0]).reshape(2, 1, 1, 1)
+    y = Block(layer)(x)
+    assert torch.equal(y, torch.tensor([1000.0, 0.0]).reshape(1, 2, 1, 1).expand(1, 2, 2, 2))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))  # h' alone: cos θ is stuck at 1
+
+
+def test_half_precision_block():
+    torch.manual_seed(0)
+    layer = dcnet.DecoupledConv2d(4, 6, 3, padding=1)
+    x = torch.randn(2, 4, 6, 6).bfloat16()
+    block, apart = Block(layer.bfloat16()), nn.Sequential(layer, nn.ReLU())
+    gradients = []
+    for model in (block, apart):
+        given = x.clone().requires_grad_()
+        y = model(given)
+        assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        gradients.append((y.detach(), given.grad))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
