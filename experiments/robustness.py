@@ -210,14 +210,17 @@ def calls_of(folder):
 
 
 def keep(options):
-    """Copies everything but the checkpoints."""
+    """Copies everything but the checkpoints; of other runs only the name."""
     for name, _ in jobs(options.variants):
         folder = options.runs / name
         if (folder / "result.json").is_file():
             (options.into / name).mkdir(parents=True, exist_ok=True)
-            for file in ("recipe.json", "metrics.jsonl", "result.json", "attacks.json", STATISTICS, COUPLING):
+            for file in ("recipe.json", "metrics.jsonl", "result.json", STATISTICS, COUPLING):
                 if (folder / file).is_file():
                     shutil.copy(folder / file, options.into / name / file)
+            attacks = [{**result, "from": result["from"] and Path(result["from"]).name} for _, result in calls_of(folder)]
+            if attacks:  # where the runs lay on that machine is nobody's business
+                (options.into / name / "attacks.json").write_text(json.dumps(attacks, ensure_ascii=False) + "\n")
 
 
 def main():

@@ -207,6 +207,9 @@ def test_check_up(trained):
     assert plain["eps 0"] == plain["clean"]
     assert plain["zero gradient"] == 0.0
     assert plain["curve"][-1]["accuracy"] == 0.0
+    assert f"the {plain['pgd']:.1f}% under PGD can be believed" in plain["verdict"]
+    one_step = plain["steps"][0]["accuracy"]
+    assert (f"leaves {one_step:.1f}%, which says nothing" in plain["verdict"]) == (one_step > plain["pgd"] + 10.0)
     for masked, failing in ((Saturated(model), "zero gradients"), (Blocked(model), "zero gradients"), (Noisy(model), "randomness")):
         found = check_up(masked.eval(), images, labels, **options)
         assert found["masked"]

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,10 +72,35 @@ def test_jobs_are_the_recorded_ones(script):
         assert Run(folder).recipe == change(make_recipe("paper-adversarial"), **given), folder.name
 
 
+def command(name, code, log):
+    return name, [sys.executable, "-c", code], log
+
+
 def test_a_failed_job_is_said(script, tmp_path, capsys):
-    commands = [(name, ["python3", "-c", f"raise SystemExit({status})"], tmp_path / "log") for name, status in (("good", 0), ("bad", 3))]
-    assert script.run_all(commands, parallel=2, seconds=60) == ["bad"]
+    queues = [[command(name, f"raise SystemExit({status})", tmp_path / "log")] for name, status in (("good", 0), ("bad", 3))]
+    assert script.run_all(queues, parallel=2, seconds=60) == ["bad"]
     assert "bad: exit status 3" in capsys.readouterr().out
+
+
+def test_a_slow_call_holds_up_its_own_queue_alone(script, tmp_path, capsys):
+    slow = [command("slow", "import time; time.sleep(60)", tmp_path / "log"), command("behind it", "", tmp_path / "log")]
+    others = [command("first", "", tmp_path / "log"), command("second", "", tmp_path / "log")]
+    assert script.run_all([slow, others, []], parallel=2, seconds=4) == []
+    said = capsys.readouterr().out
+    assert "first: done\nsecond: done\n" in said
+    assert "stopped: slow; not begun: behind it" in said
+
+
+def test_kept_records_name_no_folder_of_the_machine(script, tmp_path):
+    folder = tmp_path / "runs" / "natural-tanh"
+    folder.mkdir(parents=True)
+    for name in ("result.json", "recipe.json"):
+        (folder / name).write_text("{}")
+    black = {"from": "/somewhere/else/natural-source", "transfer": True, "labels": "true", "attacks": []}
+    (folder / "attacks.json").write_text(json.dumps([black, {**black, "from": None, "transfer": False}]))
+    script.keep(SimpleNamespace(runs=tmp_path / "runs", into=tmp_path / "kept", variants=[""]))
+    kept = json.loads((tmp_path / "kept" / "natural-tanh" / "attacks.json").read_text())
+    assert [result["from"] for result in kept] == ["natural-source", None]
 
 
 def test_a_page_that_is_not_there(tables, tmp_path):

@@ -17,6 +17,7 @@ from dcnet.robustness.square import square
 # In percent of the images, what is taken for chance:
 STRONGER = 5.0  # that more steps, restarts and another loss find more
 BLIND = 3.0  # that an attack without gradients finds what one with gradients does not
+ONE_STEP = 10.0  # that one step leaves, and several do not: from there on the verdict mentions it
 LEFT = 2.0  # that is still right where ε allows any image
 ZERO = 5.0  # whose gradient is exactly zero
 
@@ -87,11 +88,13 @@ def check_up(
     failed = [test for test in tests if not test["passed"]]
     found["tests"] = tests
     found["masked"] = bool(failed)
-    found["verdict"] = (
-        "no sign of gradient masking: the accuracy under attack can be believed as far as these tests go"
-        if not failed
-        else "do not believe the accuracy under attack: " + "; ".join(test["words"] for test in failed)
-    )
+    one_step = found["steps"][0]["accuracy"]
+    if failed:
+        found["verdict"] = "do not believe the accuracy under attack: " + "; ".join(test["words"] for test in failed)
+    else:
+        found["verdict"] = f"no sign of gradient masking: the {white:.1f}% under PGD can be believed as far as these tests go"
+        if one_step - white > ONE_STEP:
+            found["verdict"] += f"; one step, as FGSM takes it, leaves {one_step:.1f}%, which says nothing about attacks with more"
     return found
 
 
