@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant("sigmoid: k slope halved", "formulas/angulars.py", "- bend * s / k", "- 0.5 * bend * s / k", "test_operators.py", True),
     Mutant("epilogue: ρ slope zeroed", "ops/epilogue.py", "to_kernels(grad_h * h_rho)", "to_kernels(0.0 * grad_h * h_rho)", "test_operators.py"),
-    Mutant("epilogue: sign of the angle's share of ∂n", "ops/epilogue.py", "-((grad_c * c).sum(2", "((grad_c * c).sum(2", "test_operators.py"),
+    Mutant("epilogue: sign of the angle's share of ∂n", "ops/epilogue.py", "-((grad_c * c).sum(", "((grad_c * c).sum(", "test_operators.py"),
     Mutant("epilogue: clamp dropped", "ops/epilogue.py", "return (d * one_over_n).clamp(-1.0, 1.0)", "return d * one_over_n", "test_extremes.py"),
     Mutant("patch norm: eps dropped", "ops/norms.py", "return (squares + eps).sqrt()", "return squares.sqrt()", "test_extremes.py"),
     Mutant(

@@ -192,9 +192,9 @@ def _gradients(kind: _Kind, masked: bool, d: Any, n: Any, one_over_n: Any, *rest
 
     grad_n = None
     if want_n:
-        grad_n = -((grad_c * c).sum(2, keepdim=True) * one_over_n)
+        grad_n = -((grad_c * c).sum((2,), keepdim=True) * one_over_n)
         if not _is(h_n, 0.0):
-            grad_n = grad_n + _times(grad_h, h_n if gain is None else h_n * gain).sum(2, keepdim=True)
+            grad_n = grad_n + _times(grad_h, h_n if gain is None else h_n * gain).sum((2,), keepdim=True)
     if radius is not None:
         h_rho, *h_rest = h_rest
     h_slopes = dict(zip(operator.magnitude.formula.learnable, h_rest, strict=True))
@@ -203,7 +203,7 @@ def _gradients(kind: _Kind, masked: bool, d: Any, n: Any, one_over_n: Any, *rest
 
     def to_kernels(full: Any) -> Any:
         """Sums over rows and positions into the shape of the vectors."""
-        return full.sum((0, 3)).unsqueeze(-1) if kind.dims == 4 else full.sum(0)
+        return full.sum((0, 3) if kind.dims == 4 else (0,), keepdim=True).squeeze(0)
 
     return (
         grad_d if want_d else None,

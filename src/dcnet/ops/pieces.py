@@ -7,7 +7,7 @@ from torch import Tensor
 
 # So many elements a thread: few enough for intermediate results to stay in the cache and for a low peak memory, many enough that Python's
 # share of the time is small. Measured on two cores (benchmarks/NOTES.md).
-PIECE = 131072
+PIECE = 262144
 
 
 def pieces(x: Tensor) -> Iterator[slice]:

@@ -4,10 +4,12 @@ In a training step on a CPU a decoupled network's own share is passes over memor
 torch.fx, value and gradients in one graph, and then
 
 - what is computed twice is computed once, and what no result needs is not computed;
+- in products, small factors (one for each position, or for each kernel) come last, and behind sums where they can;
 - results of slow functions (tanh takes as long as twenty products) are kept by the forward pass for the backward pass;
 - a result that nobody reads any more is written over, and the last operation writes where its result is wanted.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -40,8 +42,8 @@ _VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
     torch.asin: ("asin_", torch.asin),
 }
 
-# slower than writing their results to memory and reading them again (their times are in benchmarks/NOTES.md)
-_SLOW = (torch.tanh, torch.asin, operator.pow)
+# slower than writing their results to memory and reading them again (benchmarks/NOTES.md); asin, at half the time of tanh, is not
+_SLOW = (torch.tanh, operator.pow)
 
 Program = Callable[..., tuple[Any, ...]]
 
@@ -55,7 +57,7 @@ class Pair(NamedTuple):
 
 
 class _Sizes(fx.Interpreter):
-    """Marks the nodes whose results are as large as the output."""
+    """Notes the sizes of all results, and which are as large as the output."""
 
     def __init__(self, graph: fx.Graph, size: torch.Size) -> None:
         super().__init__(fx.GraphModule(nn.Module(), graph))
@@ -63,7 +65,8 @@ class _Sizes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        n.meta["full"] = isinstance(result, Tensor) and result.shape == self.size
+        n.meta["size"] = result.shape if isinstance(result, Tensor) else None
+        n.meta["full"] = n.meta["size"] == self.size
         return result
 
 
@@ -89,6 +92,9 @@ def record(
     ahead, behind = forward(**{name: proxies[name] for name in inputs}), backward(**proxies)
     graph.output(tuple(tuple(result.node if isinstance(result, fx.Proxy) else result for result in results) for results in (ahead, behind)))
     _simplify(graph)
+    _Sizes(graph, size).run(*(example for example in examples.values() if example is not None))
+    _small_factors_last(graph)
+    _simplify(graph)
     given = [node for node in graph.nodes if node.op == "placeholder"]
     before = sum(example is not None for example in inputs.values())
     ahead, behind = cast(tuple[Any, Any], graph.output_node().args[0])
@@ -113,6 +119,70 @@ def _simplify(graph: fx.Graph) -> None:
             if earlier is not node:
                 node.replace_all_uses_with(earlier)
     graph.eliminate_dead_code()
+
+
+def _small_factors_last(graph: fx.Graph) -> None:
+    """Multiplies the results by their small factors last, and sums before the factors that they have in common."""
+    split: dict[fx.Node, tuple[fx.Node | None, tuple[Any, ...]]] = {}
+
+    def product(value: fx.Node, factors: Iterable[Any]) -> fx.Node:
+        for factor in factors:
+            full = value.meta["full"]
+            value = graph.call_function(operator.mul, (value, factor))
+            value.meta["full"] = full
+        return value
+
+    def core(x: Any) -> tuple[fx.Node | None, tuple[Any, ...]]:
+        """x as the product of a full result (None if it has none) and small factors."""
+        if not isinstance(x, fx.Node) or not x.meta["full"]:
+            return None, (x,)
+        if x in split:
+            return split[x]
+        if x.target is operator.neg:
+            split[x] = (core(x.args[0])[0], (*core(x.args[0])[1], -1.0))
+        elif x.target is operator.mul:
+            (a, of_a), (b, of_b) = map(core, x.args)
+            if a is None or b is None:
+                split[x] = (a or b, (*of_a, *of_b))
+            elif (a, b) == x.args:
+                split[x] = (x, ())
+            else:
+                with graph.inserting_before(x):
+                    split[x] = (product(a, (b,)), (*of_a, *of_b))
+        else:
+            split[x] = (x, ())
+        return split[x]
+
+    for node in graph.nodes:
+        if node.target != "sum" or "keepdim" not in node.kwargs:
+            continue
+        value, factors = core(node.args[0])
+        rank = len(node.args[0].meta["size"])
+        common = [factor for factor in factors if _is_constant(factor, [dim - rank for dim in node.args[1]])]
+        if value is not None and factors:
+            with graph.inserting_before(node):
+                inner = product(value, (factor for factor in factors if factor not in common))
+                total = graph.call_method("sum", (inner, node.args[1]), node.kwargs)
+                total.meta["full"] = False
+                node.replace_all_uses_with(product(total, common))
+
+    output = graph.output_node()
+    for result in output.all_input_nodes:
+        value, factors = core(result)
+        if result.meta["full"] and value is not None and factors:
+            with graph.inserting_before(output):
+                numbers = [math.prod(factor for factor in factors if not isinstance(factor, fx.Node))]
+                alike: dict[torch.Size, list[fx.Node]] = {}
+                for factor in factors:
+                    if isinstance(factor, fx.Node):
+                        alike.setdefault(factor.meta["size"], []).append(factor)
+                small = [product(first, (*rest, *(numbers if number == 0 else ()))) for number, (first, *rest) in enumerate(alike.values())]
+                output.replace_input_with(result, product(value, small or numbers))
+
+
+def _is_constant(factor: Any, dims: Iterable[int]) -> bool:
+    """Whether a factor is a number, or the same along these dimensions, which are counted from the last."""
+    return not isinstance(factor, fx.Node) or all(-dim > len(factor.meta["size"]) or factor.meta["size"][dim] == 1 for dim in dims)
 
 
 def _needed(results: Iterable[Any], given: Iterable[fx.Node]) -> set[fx.Node]:
