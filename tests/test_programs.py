@@ -44,6 +44,17 @@ def test_results_are_right_and_inputs_as_they_were(keep):
         torch.testing.assert_close(grad_x, later["e"] * inputs["x"] * inputs["row"])
 
 
+def test_what_is_kept_stays():
+    def forward(x):
+        return (torch.tanh(x) * x + 2.0,)
+
+    pair = record(forward, lambda x, e: (e * torch.tanh(x),), {"x": torch.ones(FULL)}, {"e": torch.ones(FULL)}, torch.Size(FULL), keep=True)
+    x, y, kept = torch.randn(FULL), torch.empty(FULL), torch.empty(FULL)
+    pair.forward(y, kept, x)
+    torch.testing.assert_close(kept, torch.tanh(x))  # the product that reads it last does not write over it
+    torch.testing.assert_close(y, *forward(x))
+
+
 def test_a_number_of_one_and_repetitions_cost_nothing():
     def twice(x):
         return (1.0 * x) * torch.tanh(x) + x * torch.tanh(x) / 1.0, None
