@@ -1,11 +1,17 @@
 """The recorded passes of the epilogue: nothing of the caller's is written over, and a ReLU in the same pass changes nothing."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcnet
+from dcnet import learnable, m
 from dcnet.layers import Block
+from dcnet.ops import eager as eager_implementation
 from dcnet.ops import epilogue
 from dcnet.ops.programs import record
 
@@ -25,12 +31,12 @@ def backward(x, row, e):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_results_are_right_and_inputs_as_they_were(keep):
-    inputs = {"x": torch.randn(FULL), "row": torch.randn(3, 5, 1)}
-    later = {"e": torch.randn(FULL)}
+    inputs = {"x": torch.randn(FULL, dtype=torch.float64), "row": torch.randn(3, 5, 1, dtype=torch.float64)}
+    later = {"e": torch.randn(FULL, dtype=torch.float64)}
     pair = record(forward, backward, inputs, later, torch.Size(FULL), keep)
     before = {name: tensor.clone() for name, tensor in {**inputs, **later}.items()}
-    y, grad_x = torch.empty(FULL), torch.empty(FULL)
-    kept = [torch.empty(FULL) for _ in range(pair.kept)]
+    y, grad_x = torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
+    kept = [torch.empty(FULL, dtype=torch.float64) for _ in range(pair.kept)]
     (total,) = pair.forward(y, *kept, *inputs.values())
     (of_row,) = pair.backward(grad_x, *kept, *inputs.values(), *later.values())
     torch.testing.assert_close((y, total), forward(**inputs))
@@ -40,7 +46,7 @@ def test_results_are_right_and_inputs_as_they_were(keep):
     if keep:  # the one slow function, and backward takes it from there
         (t,) = kept
         torch.testing.assert_close(t, torch.tanh(inputs["x"] * inputs["row"]))
-        pair.backward(grad_x, torch.zeros(FULL), *inputs.values(), *later.values())
+        pair.backward(grad_x, torch.zeros(FULL, dtype=torch.float64), *inputs.values(), *later.values())
         torch.testing.assert_close(grad_x, later["e"] * inputs["x"] * inputs["row"])
 
 
@@ -48,8 +54,15 @@ def test_what_is_kept_stays():
     def forward(x):
         return (torch.tanh(x) * x + 2.0,)
 
-    pair = record(forward, lambda x, e: (e * torch.tanh(x),), {"x": torch.ones(FULL)}, {"e": torch.ones(FULL)}, torch.Size(FULL), keep=True)
-    x, y, kept = torch.randn(FULL), torch.empty(FULL), torch.empty(FULL)
+    pair = record(
+        forward,
+        lambda x, e: (e * torch.tanh(x),),
+        {"x": torch.ones(FULL, dtype=torch.float64)},
+        {"e": torch.ones(FULL, dtype=torch.float64)},
+        torch.Size(FULL),
+        keep=True,
+    )
+    x, y, kept = torch.randn(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
     pair.forward(y, kept, x)
     torch.testing.assert_close(kept, torch.tanh(x))  # the product that reads it last does not write over it
     torch.testing.assert_close(y, *forward(x))
@@ -59,7 +72,14 @@ def test_a_number_of_one_and_repetitions_cost_nothing():
     def twice(x):
         return (1.0 * x) * torch.tanh(x) + x * torch.tanh(x) / 1.0, None
 
-    pair = record(twice, lambda x, e: (None, None), {"x": torch.ones(FULL)}, {"e": torch.ones(FULL)}, torch.Size(FULL), keep=True)
+    pair = record(
+        twice,
+        lambda x, e: (None, None),
+        {"x": torch.ones(FULL, dtype=torch.float64)},
+        {"e": torch.ones(FULL, dtype=torch.float64)},
+        torch.Size(FULL),
+        keep=True,
+    )
     operations = [node for node in pair.forward.__self__.graph.nodes if node.op.startswith("call")]
     assert len(operations) == 3  # tanh, one product, one sum
     assert pair.kept == 0  # no gradient needs it
@@ -132,3 +152,92 @@ def test_half_precision_block():
         y.float().square().sum().backward()
         gradients.append((y.detach(), given.grad))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def register_awkward():
+    """Formulas that registration admits and that a careless rewriting gets wrong."""
+
+    @dcnet.magnitude
+    def hat(n, rho):
+        """min(‖x‖/ρ, 1)"""
+        inside = n < rho
+        return m.minimum(n / rho, 1.0), inside / rho, -(inside / rho) * n / rho
+
+    @dcnet.angular
+    def kinked(c):
+        """comparisons as numbers"""
+        return m.maximum(c, 0.0) + m.maximum(c - 0.5, 0.0), (c > 0.0) * 1.0 + (c > 0.5) * 1.0
+
+    @dcnet.angular
+    def leaky(c):
+        """cos θ, an eighth of it below 0"""
+        on = (c > 0.0) * 1.0
+        return c * on + 0.125 * c * (1.0 - on), on + 0.125 * (1.0 - on)
+
+    @dcnet.angular
+    def plus(c):
+        """3·cos θ"""
+        p = +c
+        return p * 2.0 + c, 3.0
+
+    @dcnet.angular
+    def shifted(c, bias: learnable(start=0.5, floor=0.01) = 0.3):
+        """cos θ + a number whose gradient is that of the layer's bias"""
+        return c + bias, 1.0, 1.0
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "angular"),
+    [("hat", "cosine"), ("sphere", "kinked"), ("tanh", "kinked"), ("tanh", "leaky"), ("tanh", "plus"), ("sphere", "shifted:bias=learned")],
+)
+def test_awkward_formulas(magnitude, angular, monkeypatch):
+    register_awkward()
+    monkeypatch.setattr("dcnet.ops.pieces.PIECE", 100)  # several pieces
+    torch.manual_seed(0)
+    eager = dcnet.DecoupledConv2d(3, 5, 3, padding=1, bias=True, magnitude=magnitude, angular=angular, impl="eager").double()
+    reference = copy.deepcopy(eager)
+    reference.impl = "reference"
+    results = []
+    for layer in (eager, reference):
+        x = torch.randn(6, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        for _ in range(2):  # gradients add up, each in memory of its own
+            layer(x).sin().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_batched_gradients_of_a_convolution():
+    layer = dcnet.DecoupledConv2d(2, 4, 3, groups=2).double().eval()
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    both = [torch.autograd.functional.jacobian(layer, x, vectorize=vectorize) for vectorize in (False, True)]
+    torch.testing.assert_close(*both)
+
+
+def test_meta_fake_and_recorded():
+    layer = dcnet.DecoupledConv2d(2, 4, 3, padding=1, device="meta")
+    assert layer(torch.empty(1, 2, 6, 6, device="meta")).shape == (1, 4, 6, 6)
+    layer, x = dcnet.DecoupledConv2d(2, 4, 3).eval(), torch.randn(1, 2, 6, 6)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(x)).shape == (1, 4, 4, 4)
+    for tracing in ("real", "fake", "symbolic"):
+        torch.testing.assert_close(make_fx(layer, tracing_mode=tracing, _allow_non_fake_inputs=True)(x)(x), layer(x))
+
+
+def test_norms_without_a_gradient_have_none():
+    layer, x = dcnet.DecoupledConv2d(2, 4, 3, impl="eager"), torch.randn(2, 2, 6, 6)
+    seen = []
+    real = eager_implementation.epilogue
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager_implementation, "epilogue", lambda dot, norms, *rest, **more: seen.append(norms) or real(dot, norms, *rest, **more))
+        layer(x)
+        layer(x.requires_grad_())
+    assert [norms.requires_grad for norms in seen] == [False, True]
+
+
+def test_an_empty_batch_has_gradients_of_zero():
+    layer = dcnet.DecoupledConv2d(2, 4, 3, bias=True, angular="sigmoid:k=learned", radius=1.0)
+    layer(torch.empty(0, 2, 6, 6)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name

@@ -11,6 +11,7 @@ class Block(nn.Module):
     """act(norm(conv(x)) + residual); fewer passes over memory where the convolution is decoupled, before a BatchNorm or a ReLU.
 
     activation: None, "relu", or "prelu" (one slope, starting at 0).
+    Where passes are shared, a forward hook on the convolution sees the finished result.
     """
 
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, activation: str | None = "relu") -> None:

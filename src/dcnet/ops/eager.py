@@ -43,7 +43,10 @@ class _DotAndSquares(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kernel: Tensor, where: Geometry) -> tuple[Tensor, Tensor]:
         ctx.where = where
         ctx.save_for_backward(x, kernel)
-        return convolve(x, kernel, None, where), squares_in_pieces(x, where.groups)
+        dot, squares = convolve(x, kernel, None, where), squares_in_pieces(x, where.groups)
+        if not ctx.needs_input_grad[0]:  # the kernel has nothing to do with them
+            ctx.mark_non_differentiable(squares)
+        return dot, squares
 
     @staticmethod
     def backward(ctx: Any, of_dot: Tensor, of_squares: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -52,18 +55,20 @@ class _DotAndSquares(torch.autograd.Function):
         geometry = (where.stride, where.symmetric_padding, where.dilation, False, [0] * where.dims, where.groups)
         grad_x, grad_kernel, _ = torch.ops.aten.convolution_backward(of_dot, x, kernel, None, *geometry, (want_x, want_kernel, False))
         if want_x:
-            x, doubled = x.unflatten(1, (where.groups, -1)), (2.0 * of_squares).unsqueeze(2)
-            apart = grad_x.unflatten(1, (where.groups, -1))
-            differentiated = torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(of_dot)
-            added = torch.addcmul(apart, x, doubled) if differentiated else apart.addcmul_(x, doubled)
-            grad_x = added.flatten(1, 2).to(grad_x.dtype)
+            grouped, doubled = x.unflatten(1, (where.groups, -1)), (2.0 * of_squares).unsqueeze(2)
+            # what is differentiated itself, or batched, is no place to write to
+            if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(of_dot):
+                grad_x = grad_x + (grouped * doubled).reshape(x.shape).to(grad_x.dtype)
+            else:
+                grad_x.unflatten(1, (where.groups, -1)).addcmul_(grouped, doubled)
         return grad_x, grad_kernel, None
 
 
 def _dot_and_squares(x: Tensor, kernel: Tensor, where: Geometry) -> tuple[Tensor, Tensor]:
     """⟨w, x⟩/‖w‖ of every patch and kernel, and Σx² over the channels of each group."""
-    apart = where.dims == 0 or where.symmetric_padding is None or plain_autograd() or torch.is_autocast_enabled(x.device.type)
-    if apart:  # a linear map, a padding written out, transforms that need ordinary operations, and a dtype that is the convolution's alone
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # then the convolution's dtype is its own
+    if where.dims == 0 or where.symmetric_padding is None or plain_autograd() or autocast:
         return convolve(x, kernel, None, where), sum_of_squares(x, where.groups)
     return _DotAndSquares.apply(x, kernel, where)
 

@@ -11,12 +11,12 @@ For an incoming gradient e the gradients follow from the formulas' own slopes (h
     s:  Σ e·h·g        t:  Σ e·s·g·h'·n        ρ:  Σ e·s·g·h_ρ        b:  Σ e        a parameter k of g:  Σ e·s·h·g_k
 
 The dot product and the norm map are inputs of the autograd function. On a CPU the results of slow functions are kept besides; everything
-else is computed again in backward, and for second derivatives those results too, which would be wrong without a word if they were kept.
+else is computed again in backward. Where backward is differentiated itself all of it is: a kept result would be taken for a constant.
 """
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ class _Epilogue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, relu: bool, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
         given = [v for v in vectors if v is not None]
-        wanted = ctx.needs_input_grad[3:]  # also where gradients are off: that is what `differentiable` says
+        wanted = ctx.needs_input_grad[3:]  # set under no_grad too, hence `differentiable`
         kind = _Kind(operator, relu, d.dim(), tuple(v is not None for v in vectors), wanted, d.dtype == n.dtype)
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
         program, _, count = _programs(kind, not on_cpu, on_cpu and differentiable and any(wanted))
@@ -121,7 +121,7 @@ class _Epilogue(torch.autograd.Function):
         grad_d = [torch.empty_like(d)] if kind.wanted[0] else []
         grad_n = torch.empty_like(n) if kind.wanted[1] else None
         given, later = [v for v in vectors if v is not None], [full for full in (y, e) if full is not None]
-        sums: list[Any] = [None] * len(vectors)
+        sums: list[Any] = [torch.zeros_like(v) if want and not d.numel() else None for v, want in zip(vectors, kind.wanted[2:], strict=True)]
         for piece in pieces(d):
             parts = [full[piece] for full in (*grad_d, *kept, d, n, one_over_n)]
             of_n, *of_vectors = program(*parts, *given, *(full[piece].to(n.dtype) for full in later))
@@ -131,13 +131,13 @@ class _Epilogue(torch.autograd.Function):
         return None, None, None, grad_d[0] if grad_d else None, grad_n, *sums
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _programs(kind: _Kind, masked: bool, keep: bool) -> Pair:
     """The passes: `_value` with the extremes of cos θ, and `_gradients`."""
-    d, per_kernel = (torch.ones(2, 3, 5, 7), torch.ones(3, 5, 1)) if kind.dims == 4 else (torch.ones(2, 3, 5), torch.ones(3, 5))
-    names = ("factor", "gain", "radius", "bias", *kind.operator.learned)
+    d = torch.ones((2, 3, 5, 7)[: kind.dims], dtype=torch.float64)
+    per_kernel = d[0, ..., :1] if kind.dims == 4 else d[0]
     inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
-    vectors = {f"of_{name}": per_kernel if present else None for name, present in zip(names, kind.there, strict=True)}
+    vectors = {f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)}  # in the order of `_value`'s
 
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n)
@@ -145,8 +145,8 @@ def _programs(kind: _Kind, masked: bool, keep: bool) -> Pair:
         y = _value(kind.operator, c, n, *vectors.values())
         return y.clamp(min=0.0) if kind.relu else y, extremes
 
-    def backward(**inputs: Any) -> tuple[Any, ...]:
-        return _gradients(kind, masked, *inputs.values())
+    def backward(**everything: Any) -> tuple[Any, ...]:
+        return _gradients(kind, masked, *everything.values())
 
     return record(forward, backward, {**inputs, **vectors}, {"y": d if kind.relu else None, "e": d}, d.shape, keep, kind.direct)
 

@@ -25,7 +25,10 @@ def plain_autograd() -> bool:
     Some back ends of torch.compile lose the second derivative of an autograd function without a word; function
     transforms (vmap, jvp, …) and forward-mode differentiation need rules that ordinary operations have.
     """
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    modes = torch._C._TorchDispatchModeKey  # make_fx records, and fake tensors have no numbers to look at
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
 
 
 def squares_in_pieces(x: Tensor, groups: int) -> Tensor:

@@ -28,7 +28,7 @@ _NEUTRAL = {
 }
 _COMMUTATIVE = (operator.mul, operator.add)
 
-# operation -> the method that writes over its tensor, and the function that takes out=
+# operation (a function, or a method by its name) -> the method that writes over its tensor, and the function that takes out=
 _VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
     operator.mul: ("mul_", torch.mul),
     operator.add: ("add_", torch.add),
@@ -57,7 +57,10 @@ class Pair(NamedTuple):
 
 
 class _Sizes(fx.Interpreter):
-    """Notes the sizes of all results, and which are as large as the output."""
+    """Notes the sizes of all results, which are as large as the output, and which have the dtype of the inputs, float64.
+
+    A formula may multiply by `c > 0`, or by `(c > 0) * 1.0`, which has the default dtype: results of other dtypes are no place to write to.
+    """
 
     def __init__(self, graph: fx.Graph, size: torch.Size) -> None:
         super().__init__(fx.GraphModule(nn.Module(), graph))
@@ -67,6 +70,7 @@ class _Sizes(fx.Interpreter):
         result = super().run_node(n)
         n.meta["size"] = result.shape if isinstance(result, Tensor) else None
         n.meta["full"] = n.meta["size"] == self.size
+        n.meta["float"] = isinstance(result, Tensor) and result.dtype == torch.float64
         return result
 
 
@@ -81,7 +85,7 @@ def record(
 ) -> Pair:
     """The programs of two functions, the first of the inputs by name, the second also of what there is later, such as the incoming gradient.
 
-    The first result of each, of the given size, goes to a tensor of the caller's. The inputs given are examples: their sizes
+    The first result of each, of the given size, goes to a tensor of the caller's. The inputs given are examples in float64: their sizes
     matter, in which no two dimensions may be alike. keep: whether the forward pass may keep results for the other; direct: whether the
     caller's tensors have the dtype of the arithmetic.
     """
@@ -91,14 +95,15 @@ def record(
     proxies = {name: None if example is None else fx.Proxy(graph.placeholder(name), tracer) for name, example in examples.items()}
     ahead, behind = forward(**{name: proxies[name] for name in inputs}), backward(**proxies)
     graph.output(tuple(tuple(result.node if isinstance(result, fx.Proxy) else result for result in results) for results in (ahead, behind)))
+    present = [example for example in examples.values() if example is not None]
+    _Sizes(graph, size).run(*present)
     _simplify(graph)
-    _Sizes(graph, size).run(*(example for example in examples.values() if example is not None))
     _small_factors_last(graph)
+    _Sizes(graph, size).run(*present)
     _simplify(graph)
     given = [node for node in graph.nodes if node.op == "placeholder"]
     before = sum(example is not None for example in inputs.values())
     ahead, behind = cast(tuple[Any, Any], graph.output_node().args[0])
-    _Sizes(graph, size).run(*(example for example in examples.values() if example is not None))
     kept = _kept(graph, ahead, behind) if keep else []
     return Pair(
         _cut(graph, given[:before], [ahead[0], *kept], ahead[1:], direct),
@@ -111,9 +116,13 @@ def _simplify(graph: fx.Graph) -> None:
     """Drops what changes nothing, what has been computed before, and what leads to no result."""
     seen: dict[Any, fx.Node] = {}
     for node in graph.nodes:
+        if node.target is operator.pos:
+            node.replace_all_uses_with(node.args[0])
         for position, argument in enumerate(node.args):
             if isinstance(argument, int | float) and _NEUTRAL.get((node.target, position)) == argument:
-                node.replace_all_uses_with(node.args[1 - position])
+                other = node.args[1 - position]
+                if isinstance(other, fx.Node) and other.meta["float"]:
+                    node.replace_all_uses_with(other)
         if node.op in ("call_function", "call_method"):
             earlier = seen.setdefault((node.op, node.target, node.args, tuple(node.kwargs.items())), node)
             if earlier is not node:
@@ -129,7 +138,7 @@ def _small_factors_last(graph: fx.Graph) -> None:
         for factor in factors:
             full = value.meta["full"]
             value = graph.call_function(operator.mul, (value, factor))
-            value.meta["full"] = full
+            value.meta.update(full=full, float=True)
         return value
 
     def core(x: Any) -> tuple[fx.Node | None, tuple[Any, ...]]:
@@ -163,21 +172,23 @@ def _small_factors_last(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 inner = product(value, (factor for factor in factors if factor not in common))
                 total = graph.call_method("sum", (inner, node.args[1]), node.kwargs)
-                total.meta["full"] = False
+                total.meta.update(full=False, float=True)
                 node.replace_all_uses_with(product(total, common))
 
     output = graph.output_node()
     for result in output.all_input_nodes:
         value, factors = core(result)
         if result.meta["full"] and value is not None and factors:
+            # factors of one size are multiplied first, and the numbers go with one of those products
+            alike: dict[torch.Size, list[fx.Node]] = {}
+            for factor in factors:
+                if isinstance(factor, fx.Node):
+                    alike.setdefault(factor.meta["size"], []).append(factor)
+            constant = math.prod(factor for factor in factors if not isinstance(factor, fx.Node))
             with graph.inserting_before(output):
-                numbers = [math.prod(factor for factor in factors if not isinstance(factor, fx.Node))]
-                alike: dict[torch.Size, list[fx.Node]] = {}
-                for factor in factors:
-                    if isinstance(factor, fx.Node):
-                        alike.setdefault(factor.meta["size"], []).append(factor)
-                small = [product(first, (*rest, *(numbers if number == 0 else ()))) for number, (first, *rest) in enumerate(alike.values())]
-                output.replace_input_with(result, product(value, small or numbers))
+                small: list[Any] = [product(first, rest) for first, *rest in alike.values()]
+                small[:1] = [product(small[0], [constant])] if small else [constant]
+                output.replace_input_with(result, product(value, small))
 
 
 def _is_constant(factor: Any, dims: Iterable[int]) -> bool:
@@ -217,7 +228,12 @@ def _cut(graph: fx.Graph, given: Sequence[fx.Node], outs: Sequence[fx.Node], res
             copies[node] = part.node_copy(node, copies.__getitem__)
     for number, (node, place) in enumerate(zip(outs, places, strict=True)):
         _write_to(part, copies[node], place, direct or number > 0)
-    part.output(tuple(copies.get(result) if isinstance(result, fx.Node) else result for result in results))
+    # a result that comes twice comes as two tensors, which the caller may change
+    distinct: list[Any] = []
+    for result in results:
+        copy = copies[result] if isinstance(result, fx.Node) else result
+        distinct.append(part.call_method("clone", (copy,)) if isinstance(copy, fx.Node) and copy in distinct else copy)
+    part.output(tuple(distinct))
     _write_over(part)
     return fx.GraphModule(nn.Module(), part).forward
 
@@ -233,16 +249,16 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool) -> N
 
 
 def _write_over(graph: fx.Graph) -> None:
-    """Lets operations write over an argument that is not read again."""
+    """Lets operations write over an argument that is not read again. No operation recorded gives a view of its argument, or the argument itself."""
     last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
     for node in graph.nodes:
-        if node.target not in _VARIANTS or "out" in node.kwargs or not node.meta["full"]:
+        if node.target not in _VARIANTS or "out" in node.kwargs or not (node.meta["full"] and node.meta["float"]):
             continue
         for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
             argument = node.args[position]
             if not isinstance(argument, fx.Node) or argument.op == "placeholder" or "out" in argument.kwargs:
                 continue
-            if argument.meta["full"] and last[argument] is node:
+            if argument.meta["full"] and argument.meta["float"] and last[argument] is node:
                 rest = tuple(other for number, other in enumerate(node.args) if number != position)
                 node.op, node.target, node.args = "call_method", _VARIANTS[node.target][0], (argument, *rest)
                 break
