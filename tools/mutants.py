@@ -74,13 +74,6 @@ MUTANTS = [
         "test_operators.py",
     ),
     Mutant(
-        "patch norm: stride ignored",
-        "ops/eager.py",
-        "norms = norm_map(inputs.x, where, inputs.eps)",
-        "norms = norm_map(inputs.x, replace(where, stride=(1,) * where.dims), inputs.eps)",
-        "test_operators.py",
-    ),
-    Mutant(
         "patch norm: stride ignored in the pooling",
         "ops/norms.py",
         "F.avg_pool2d(maps, where.kernel_size, where.stride, divisor_override=1)",
