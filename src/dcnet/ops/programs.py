@@ -56,24 +56,6 @@ class Pair(NamedTuple):
     kept: int
 
 
-class _Sizes(fx.Interpreter):
-    """Notes the sizes of all results, which are as large as the output, and which have the dtype of the inputs, float64.
-
-    A formula may multiply by `c > 0`, or by `(c > 0) * 1.0`, which has the default dtype: results of other dtypes are no place to write to.
-    """
-
-    def __init__(self, graph: fx.Graph, size: torch.Size) -> None:
-        super().__init__(fx.GraphModule(nn.Module(), graph))
-        self.size = size
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        n.meta["size"] = result.shape if isinstance(result, Tensor) else None
-        n.meta["full"] = n.meta["size"] == self.size
-        n.meta["float"] = isinstance(result, Tensor) and result.dtype == torch.float64
-        return result
-
-
 def record(
     forward: Callable[..., Sequence[Any]],
     backward: Callable[..., Sequence[Any]],
@@ -96,10 +78,10 @@ def record(
     ahead, behind = forward(**{name: proxies[name] for name in inputs}), backward(**proxies)
     graph.output(tuple(tuple(result.node if isinstance(result, fx.Proxy) else result for result in results) for results in (ahead, behind)))
     present = [example for example in examples.values() if example is not None]
-    _Sizes(graph, size).run(*present)
+    _note_sizes(graph, size, present)
     _simplify(graph)
     _small_factors_last(graph)
-    _Sizes(graph, size).run(*present)
+    _note_sizes(graph, size, present)
     _simplify(graph)
     given = [node for node in graph.nodes if node.op == "placeholder"]
     before = sum(example is not None for example in inputs.values())
@@ -110,6 +92,27 @@ def record(
         _cut(graph, [*kept, *given], [] if behind[0] is None else [behind[0]], behind[1:], direct),
         len(kept),
     )
+
+
+def _note_sizes(graph: fx.Graph, size: torch.Size, examples: Iterable[Tensor]) -> None:
+    """Notes the sizes of all results, which are as large as the output, and which have the dtype of the inputs, float64.
+
+    A formula may multiply by `c > 0`, or by `(c > 0) * 1.0`, which has the default dtype: results of other dtypes are no place to write to.
+    """
+    results: dict[fx.Node, Any] = {}
+    given = iter(examples)
+    for node in graph.nodes:
+        if node.op == "output":  # comes last
+            return
+        arguments, named = fx.map_arg((node.args, node.kwargs), results.__getitem__)
+        if node.op == "placeholder":
+            result = next(given)
+        else:
+            result = node.target(*arguments, **named) if node.op == "call_function" else getattr(arguments[0], node.target)(*arguments[1:], **named)
+        results[node] = result
+        node.meta["size"] = result.shape if isinstance(result, Tensor) else None
+        node.meta["full"] = node.meta["size"] == size
+        node.meta["float"] = isinstance(result, Tensor) and result.dtype == torch.float64
 
 
 def _simplify(graph: fx.Graph) -> None:
