@@ -96,13 +96,13 @@ def run_all(queues, parallel, seconds):
 
 
 def train(options):
-    commands = []
+    queues = []
     for name, flags in jobs(options.variants):
         folder = options.runs / name
         if not (folder / "result.json").is_file():
             command = [*DCNET, "train", "--recipe", "paper-adversarial", "--run", str(folder), "--data-root", options.data_root]
-            commands.append([(name, [*command, *flags, *FAST, *shlex.split(options.flags)], options.runs / f"{name}.log")])
-    return run_all(commands, options.parallel, options.seconds)
+            queues.append([(name, [*command, *flags, *FAST, *shlex.split(options.flags)], options.runs / f"{name}.log")])
+    return run_all(queues, options.parallel, options.seconds)
 
 
 def attack(options):

@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant("programs: what is read again written over", "ops/programs.py", "last[argument] is node", "True", "test_programs.py"),
     Mutant("programs: the caller's tensor written over", "ops/programs.py", ' or "out" in argument.kwargs:', ":", "test_programs.py"),
     Mutant("programs: a sum before a factor that varies", "ops/programs.py", '["size"][dim] == 1 for', '["size"][dim] > 0 for', "test_programs.py"),
-    Mutant("programs: a sign lost", "ops/programs.py", "[1], -1.0))", "[1], 1.0))", "test_operators.py"),
+    Mutant("programs: a sign lost", "ops/programs.py", "(*factors, -1.0))", "(*factors, 1.0))", "test_operators.py"),
     Mutant("eager: half the norms' gradient", "ops/eager.py", "(2.0 * of_squares)", "(1.0 * of_squares)", "test_operators.py"),
     Mutant("patch norm: eps dropped", "ops/norms.py", "return (squares + eps).sqrt()", "return squares.sqrt()", "test_extremes.py"),
     Mutant(

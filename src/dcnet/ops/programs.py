@@ -112,7 +112,7 @@ def _note_sizes(graph: fx.Graph, size: torch.Size, examples: Iterable[Tensor]) -
         results[node] = result
         node.meta["size"] = result.shape if isinstance(result, Tensor) else None
         node.meta["full"] = node.meta["size"] == size
-        node.meta["float"] = isinstance(result, Tensor) and result.dtype == torch.float64
+        node.meta["arithmetic"] = isinstance(result, Tensor) and result.dtype == torch.float64
 
 
 def _simplify(graph: fx.Graph) -> None:
@@ -124,7 +124,7 @@ def _simplify(graph: fx.Graph) -> None:
         for position, argument in enumerate(node.args):
             if isinstance(argument, int | float) and _NEUTRAL.get((node.target, position)) == argument:
                 other = node.args[1 - position]
-                if isinstance(other, fx.Node) and other.meta["float"]:
+                if isinstance(other, fx.Node) and other.meta["arithmetic"]:
                     node.replace_all_uses_with(other)
         if node.op in ("call_function", "call_method"):
             earlier = seen.setdefault((node.op, node.target, node.args, tuple(node.kwargs.items())), node)
@@ -141,7 +141,7 @@ def _small_factors_last(graph: fx.Graph) -> None:
         for factor in factors:
             full = value.meta["full"]
             value = graph.call_function(operator.mul, (value, factor))
-            value.meta.update(full=full, float=True)
+            value.meta.update(full=full, arithmetic=True)
         return value
 
     def core(x: Any) -> tuple[fx.Node | None, tuple[Any, ...]]:
@@ -151,7 +151,8 @@ def _small_factors_last(graph: fx.Graph) -> None:
         if x in split:
             return split[x]
         if x.target is operator.neg:
-            split[x] = (core(x.args[0])[0], (*core(x.args[0])[1], -1.0))
+            value, factors = core(x.args[0])
+            split[x] = (value, (*factors, -1.0))
         elif x.target is operator.mul:
             (a, of_a), (b, of_b) = map(core, x.args)
             if a is None or b is None:
@@ -168,14 +169,14 @@ def _small_factors_last(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target != "sum" or "keepdim" not in node.kwargs:
             continue
-        value, factors = core(node.args[0])
-        rank = len(node.args[0].meta["size"])
-        common = [factor for factor in factors if _is_constant(factor, [dim - rank for dim in node.args[1]])]
+        summand, dims = node.args
+        value, factors = core(summand)
         if value is not None and factors:
+            common = [factor for factor in factors if _is_constant(factor, [dim - len(summand.meta["size"]) for dim in dims])]
             with graph.inserting_before(node):
                 inner = product(value, (factor for factor in factors if factor not in common))
-                total = graph.call_method("sum", (inner, node.args[1]), node.kwargs)
-                total.meta.update(full=False, float=True)
+                total = graph.call_method("sum", (inner, dims), node.kwargs)
+                total.meta.update(full=False, arithmetic=True)
                 node.replace_all_uses_with(product(total, common))
 
     output = graph.output_node()
@@ -255,13 +256,13 @@ def _write_over(graph: fx.Graph) -> None:
     """Lets operations write over an argument that is not read again. No operation recorded gives a view of its argument, or the argument itself."""
     last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
     for node in graph.nodes:
-        if node.target not in _VARIANTS or "out" in node.kwargs or not (node.meta["full"] and node.meta["float"]):
+        if node.target not in _VARIANTS or "out" in node.kwargs or not (node.meta["full"] and node.meta["arithmetic"]):
             continue
         for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
             argument = node.args[position]
             if not isinstance(argument, fx.Node) or argument.op == "placeholder" or "out" in argument.kwargs:
                 continue
-            if argument.meta["full"] and argument.meta["float"] and last[argument] is node:
+            if argument.meta["full"] and argument.meta["arithmetic"] and last[argument] is node:
                 rest = tuple(other for number, other in enumerate(node.args) if number != position)
                 node.op, node.target, node.args = "call_method", _VARIANTS[node.target][0], (argument, *rest)
                 break
