@@ -52,23 +52,23 @@ def launchers(magnitude, angular, weighting, dtype):
     plan = Plan(shape, stride, dtype, torch.device("cpu"), 1, operator, there, 2, radius)
     mean = 2 if radius else 0
     for name, flags in {
-        "statistics": (8, True, mean, min(1, mean), 0, False, False, False, False, 0, True, True),
-        "output": (8, True, min(1, mean), 0, 2, True, True, True, True, 1, False, False),
-        "evaluation": (8, True, min(1, mean), 0, 1, True, True, False, False, 2, False, False),
-        "alone": (8, True, mean, 2 if mean else 0, 0, False, False, False, False, 0, False, False),
+        "statistics": (8, True, mean, min(1, mean), 0, False, False, False, False, 0, True, True, False),
+        "output": (8, True, min(1, mean), 0, 2, True, True, True, True, 1, False, False, True),
+        "evaluation": (8, True, min(1, mean), 0, 1, True, True, False, False, 2, False, False, False),
+        "alone": (8, True, mean, 2 if mean else 0, 0, False, False, False, False, 0, False, False, False),
     }.items():
-        yield name, plan.forward_launcher([], (1.0,) * 4, ForwardFlags(*flags)), 21
+        yield name, plan.forward_launcher([], (1.0,) * 4, ForwardFlags(*flags)), 22
     for name, flags in {
-        "reduce": (True, True, 1, True, False, False),
-        "gradients": (True, False, 2, False, True, True),
-        "gradients alone": (False, False, 0, False, False, False),
+        "reduce": (True, True, 1, True, False, True, False),
+        "gradients": (True, False, 2, False, True, True, True),
+        "gradients alone": (False, False, 0, False, False, False, False),
     }.items():
-        yield name, plan.backward_launcher([], GradientFlags(*flags)), 18
+        yield name, plan.backward_launcher([], GradientFlags(*flags)), 19
     if plan.rows:
         yield "vectors", plan.vector_gradients_launcher([]), 5
     norms = NormPlan(shape, stride, (3, 3), (1, 1), (1, 1), (1, 1), 1)
-    yield "squares", norms.squares_launcher([]), 2
-    yield "box", norms.box_launcher([], 1e-4, True), 3
+    yield "energies", norms.energies_launcher([]), 2
+    yield "box", norms.box_launcher([], 1e-4, 3, True), 3
     yield "box gradient", norms.box_gradient_launcher([], 3, 6, 0.5), 4
     yield "product", norms.product_launcher([]), 3
     forward, backward = kernel_launchers(96, 864, [], [], 1e-4, weighting is not None)

@@ -1,6 +1,6 @@
 """Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
 
-from dcnet.layers.block import Block
+from dcnet.layers.block import Block, Chain, touched
 from dcnet.layers.conv import (
     DecoupledConv1d,
     DecoupledConv2d,
@@ -24,6 +24,7 @@ from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norm
 
 __all__ = [
     "Block",
+    "Chain",
     "DecoupleReport",
     "Decoupled",
     "DecoupledConv1d",
@@ -43,5 +44,6 @@ __all__ = [
     "project_weights_",
     "recalibrate_",
     "sync_norms_",
+    "touched",
     "weight_gradients_",
 ]

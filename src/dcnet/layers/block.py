@@ -4,7 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled
-from dcnet.ops import ACTIVATIONS, ONLY_RELU, Finish
+from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
+
+
+def touched(module: nn.Module) -> bool:
+    """Whether hooks may change what goes into a module or comes out of it."""
+    return bool(module._forward_pre_hooks or module._forward_hooks or nn.modules.module._has_any_global_hook())
 
 
 class Block(nn.Module):
@@ -23,11 +28,18 @@ class Block(nn.Module):
         self.activation = activation
         self.slope = nn.Parameter(torch.zeros(1)) if activation == "prelu" else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The finished convolution of x."""
+    @property
+    def carries(self) -> bool:
+        """Whether `forward` takes a `Carry`, and can do something with it."""
+        return isinstance(self.conv, Decoupled)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
+        """The finished convolution of x; `carry` is for `Chain`."""
         conv, norm = self.conv, self.norm
+        if carry is not None and (touched(self) or touched(conv)):
+            carry = None
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            return conv(x, finish=self._finish(norm, residual))
+            return conv(x, finish=self._finish(norm, residual, carry))
         if isinstance(conv, Decoupled) and norm is None and residual is None and self.activation == "relu":
             return conv(x, finish=ONLY_RELU)
         y = conv(x)
@@ -39,7 +51,7 @@ class Block(nn.Module):
             return torch.relu(y)
         return y if self.slope is None else nn.functional.prelu(y, self.slope)
 
-    def _finish(self, norm: nn.Module | None, residual: Tensor | None) -> Finish:
+    def _finish(self, norm: nn.Module | None, residual: Tensor | None, carry: Carry | None) -> Finish:
         assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
         training, momentum = norm.training, 0.0 if norm.momentum is None else norm.momentum
         tracks = not training or norm.track_running_stats
@@ -59,4 +71,17 @@ class Block(nn.Module):
             residual=residual,
             activation=self.activation,
             slope=self.slope if self.activation == "prelu" else None,
+            carry=carry,
         )
+
+
+class Chain(nn.Sequential):
+    """`nn.Sequential` in which blocks, and other modules with `carries`, hand a `Carry` on to those that follow immediately."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the last module makes of it."""
+        carry, carries = Carry(), [getattr(module, "carries", False) for module in self]
+        for module, takes, wanted in zip(self, carries, [*carries[1:], False], strict=True):
+            carry.enter(wanted)
+            x = module(x, carry=carry) if takes else module(x)
+        return x

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from dcnet.layers import Chain
 from dcnet.models.parts import Normalize, Parts
 
 
@@ -39,7 +40,7 @@ class CNN(nn.Module):
                 channels = width
             stages.append(nn.MaxPool2d(2))
             input_size //= 2
-        self.stages = nn.Sequential(*stages)
+        self.stages = Chain(*stages)
         layers = list(pairwise((channels * input_size**2, *features)))
         self.connected = nn.Sequential(*[parts.connected(*sizes) for sizes in layers[:-1]])
         self.penultimate = parts.connected(*layers[-1], activation=penultimate_activation)

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from dcnet.layers import Chain, touched
 from dcnet.models.parts import Normalize, Parts
+from dcnet.ops import Carry
 
 
 class Root(NamedTuple):
@@ -34,8 +36,18 @@ class Unit(nn.Module):
         self.second = parts.block(outputs, outputs, activation=last)
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else parts.shortcut(inputs, outputs, stride)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x), self.shortcut(x))
+    @property
+    def carries(self) -> bool:
+        """As `Block` has it."""
+        return self.first.carries
+
+    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+        if carry is None or touched(self):
+            carry = Carry()
+        wanted, carry.wanted = carry.wanted, True  # by the second
+        y = self.first(x, carry=carry)
+        carry.enter(wanted)
+        return self.second(y, self.shortcut(x), carry=carry)
 
 
 class ResNet(nn.Module):
@@ -69,7 +81,7 @@ class ResNet(nn.Module):
             for _ in range(stage.units):
                 units.append(Unit(parts, channels, stage.width, stride, last))
                 channels, stride = stage.width, 1
-        self.units = nn.Sequential(*units)
+        self.units = Chain(*units)
         self.head = parts.head(channels, num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:

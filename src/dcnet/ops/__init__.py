@@ -1,7 +1,7 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
 from dcnet.ops.dispatch import check_impl
-from dcnet.ops.finish import ACTIVATIONS, ONLY_RELU, Finish
+from dcnet.ops.finish import ACTIVATIONS, ONLY_RELU, Carry, Finish
 from dcnet.ops.functional import (
     LINEAR,
     check_literal_radius,
@@ -23,6 +23,7 @@ __all__ = [
     "LINEAR",
     "ONLY_RELU",
     "BatchMean",
+    "Carry",
     "Finish",
     "LearnedRadius",
     "MeanNorm",

@@ -19,26 +19,38 @@ _OF_MEAN, _OF_W_NORM, _GRAD_X, _GRAD_UNIT, _GRAD_WEIGHT = map(BACKWARD.index, ("
 
 
 def backward(
-    call: Call, e: Tensor, t: Operands, kept: Kept, out: Tensor | None, residual: bool, want_x: bool, want_weight: bool, add: bool = True
+    call: Call,
+    e: Tensor,
+    of_left: Tensor | None,
+    t: Operands,
+    kept: Kept,
+    out: Tensor | None,
+    want_x: bool,
+    want_weight: bool,
+    add: bool,
 ) -> Gradients:
-    """The gradients of `forward`; t has at least what is `READ_BY_BACKWARD`, `out` is there where a residual is followed by an activation.
+    """The gradients of `forward`, of those in its output and in the energy it has left; t has at least what is `READ_BY_BACKWARD`.
 
-    add: whether to add the norms' gradient to the convolution's. A compiled graph does that itself, in a pass with what comes next.
+    out: where a residual was added and the gradient depends on the sum (`depends_on_output`).
+    add: whether to add the norms' gradient to the convolution's. Whoever left the energy does that itself; so does a compiled graph, in a
+    pass with what comes next.
     """
     o, x, weight = call.options, t.x, t.weight
     dot, norms, unit, vectors = kept
     device, single = x.device, torch.float32
     add = add or not want_x
-    launchers = call.backward(residual, add)
+    launchers = call.backward(out is not None, of_left is not None, add)
     grad_d = torch.empty_like(dot)
-    behind = torch.empty_like(dot) if residual and o.activation != 0 else None
+    behind = None if out is None else torch.empty_like(dot)
     of_vectors = torch.empty(call.of_vectors.slope.stop, dtype=single, device=device)
     scratch = torch.empty(launchers.scratch, dtype=single, device=device)
     products = None if add else torch.empty(call.positions, dtype=single, device=device)
     grad_weight = torch.empty_like(weight) if want_weight else None
     results = [grad_d, of_vectors, behind, scratch, products, None, None, None, None, grad_weight]
     e = call.ordered(e)
-    memory = Memory([x, weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope, e, out, dot, norms, unit, vectors, *results])
+    if of_left is not None and of_left.stride()[1:] != norms.stride():
+        of_left = of_left[0].contiguous()  # its maps' gradients are all the same
+    memory = Memory([x, weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope, e, of_left, out, dot, norms, unit, vectors, *results])
     if call.has_output:
         for launcher in launchers.epilogue:
             launcher(memory)

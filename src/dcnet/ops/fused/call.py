@@ -18,10 +18,10 @@ from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan, operator_nam
 READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
 
 # The slots of a call's memory, in the order in which `forward` and `backward` fill them
-FORWARD = (*Operands._fields, "batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "dot", "out")
+FORWARD = (*Operands._fields, "batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out")
 BACKWARD = (
     *READ_BY_BACKWARD,
-    *("e", "out", "dot", "norms", "unit", "vectors"),
+    *("e", "of_left", "out", "dot", "norms", "unit", "vectors"),
     *("grad_d", "of_vectors", "behind", "scratch", "products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
 )
 
@@ -60,7 +60,9 @@ class Call:
         self.scratch = self.norm_plan.scratch + 2 * self.epilogue_plan.programs * self.kernels
         self.has = {name: tensor is not None for name, tensor in zip(Operands._fields, t, strict=True)}
         self._epilogues: dict[tuple[int, bool], list[Launcher]] = {}
-        self._backwards: dict[tuple[bool, bool], Backward] = {}
+        self._backwards: dict[tuple[bool, bool, bool], Backward] = {}
+        self.maps = 0 if t.energy is None else t.energy.shape[0]
+        self.left = (self.epilogue_plan.kernel_blocks, *self.norm_plan.output) if o.leaves else None
 
         place, back = FORWARD.index, BACKWARD.index
         size = t.weight.numel() // max(1, t.weight.shape[0])
@@ -74,9 +76,9 @@ class Call:
             o.eps,
             bool(o.weighting),
         )
-        squares, sums = (place("scratch"), 0), (place("scratch"), self.norm_plan.squares)
-        self.squares = self.norm_plan.squares_launcher([(place("x"), 0), squares])
-        self.box = self.norm_plan.box_launcher([(place("norms"), 0), squares, sums], o.eps, o.mean_kind == OF_BATCH)
+        energy, sums = (place("energy" if self.maps else "scratch"), 0), (place("scratch"), self.norm_plan.energies)
+        self.energies = self.norm_plan.energies_launcher([(place("x"), 0), energy])
+        self.box = self.norm_plan.box_launcher([(place("norms"), 0), energy, sums], o.eps, self.maps or 1, o.mean_kind == OF_BATCH)
 
     def ordered(self, dot: Tensor) -> Tensor:
         """An output in the order that is expected."""
@@ -106,10 +108,10 @@ class Call:
     def _epilogue(self, track: int, moves: bool) -> list[Launcher]:
         o, how, plan, scratch = self.options, self.epilogue_plan, self.norm_plan, FORWARD.index("scratch")
         names = ("residual", "radius", "bias", "learned", "slope", "gamma", "beta", "running_mean", "running_var")
-        table = [(FORWARD.index(name), 0) for name in ("dot", "norms", "out")]
+        table = [(FORWARD.index(name), 0) for name in ("dot", "norms", "out", "left" if o.leaves else "dot")]
         table += [self._operand(FORWARD, name) for name in names]
         table += [self._operand(FORWARD, "batches", moves), *[self._operand(FORWARD, name, track > 0) for name in ("running_norm", "mean_batches")]]
-        table += [*self._vectors(FORWARD), (scratch, plan.scratch), (scratch, plan.squares)]
+        table += [*self._vectors(FORWARD), (scratch, plan.scratch), (scratch, plan.energies)]
         floats = (float(how.count), how.count / max(1.0, how.count - 1.0), o.norm_eps, float(plan.count))
         flags = ForwardFlags(plan.programs, o.groups == 1, 2 if o.mean_kind == OF_BATCH else int(how.mean), track)
         launchers = []
@@ -124,17 +126,19 @@ class Call:
             move=moves,
             residual=self.has["residual"],
             activation=o.activation,
+            energy=o.leaves,
         )
         return [*launchers, how.forward_launcher(table, floats, flags)]
 
-    def backward(self, residual: bool, add: bool) -> Backward:
-        """The launchers of the backward pass, where a residual was added or not; add: whether `product` is to be launched too."""
-        found = self._backwards.get((residual, add))
+    def backward(self, residual: bool, energy: bool, add: bool) -> Backward:
+        """The launchers of the backward pass. residual, energy: whether the output's gradient depends on the output (`behind`), whether the
+        output's energy has a gradient. add: whether `product` is to be launched too."""
+        found = self._backwards.get((residual, energy, add))
         if found is None:
-            found = self._backwards[residual, add] = self._backward(residual, add)
+            found = self._backwards[residual, energy, add] = self._backward(residual, energy, add)
         return found
 
-    def _backward(self, residual: bool, add: bool) -> Backward:
+    def _backward(self, behind: bool, energy: bool, add: bool) -> Backward:
         o, how, back = self.options, self.epilogue_plan, BACKWARD.index
         scratch, activation, follows, slope = back("scratch"), o.activation, o.follows != ALONE, o.activation == 2
         dot, sums = (back("dot"), 0), (scratch, how.sums_at)
@@ -142,15 +146,16 @@ class Call:
         vectors = [self._operand(BACKWARD, name) for name in ("radius", "bias", "learned", "slope")] + self._vectors(BACKWARD)
         rest = [*vectors, (scratch, how.norms_at), (scratch, how.reduced_at), of_norm]
         epilogue, e = [], (back("e"), 0)
+        norms, of_left = (back("norms"), 0), (back("of_left"), 0) if energy else dot
         if follows:
-            behind = residual and activation != 0
-            flags = GradientFlags(affine=True, residual=behind, activation=activation, reduce=True, centred=False, slope=slope)
-            maps = [dot, (back("norms"), 0), e, (back("out"), 0) if behind else dot, dot, (back("behind"), 0) if behind else dot]
+            flags = GradientFlags(affine=True, residual=behind, activation=activation, reduce=True, centred=False, energy=energy, slope=slope)
+            maps = [dot, norms, e, of_left, (back("out"), 0) if behind else dot, dot, (back("behind"), 0) if behind else dot]
             epilogue.append(how.backward_launcher([*maps, *rest, (scratch, how.reduced_at)], flags))
             if behind:
-                e, activation = (back("behind"), 0), 0
-        flags = GradientFlags(affine=follows, residual=False, activation=activation, reduce=False, centred=o.follows == STATISTICS, slope=slope)
-        epilogue.append(how.backward_launcher([dot, (back("norms"), 0), e, dot, (back("grad_d"), 0), dot, *rest, sums], flags))
+                e, activation, energy = (back("behind"), 0), 0, False
+        centred = o.follows == STATISTICS
+        flags = GradientFlags(affine=follows, residual=False, activation=activation, reduce=False, centred=centred, energy=energy, slope=slope)
+        epilogue.append(how.backward_launcher([dot, norms, e, of_left, dot, (back("grad_d"), 0), dot, *rest, sums], flags))
         if how.rows:
             table = [self._operand(BACKWARD, "radius"), sums, self._mean(BACKWARD), (back("of_vectors"), 0), (scratch, how.mean_at)]
             epilogue.append(how.vector_gradients_launcher(table))
@@ -161,9 +166,9 @@ class Call:
             of_mean, parts, share = (scratch, how.mean_at), how.mean_parts, 1.0 / max(1, self.norm_plan.count)
         elif o.mean_kind == OF_RANKS:
             of_mean, parts, share = (back("of_mean"), 0), 1, 1.0
-        box = self.norm_plan.box_gradient_launcher([(back("norms"), 0), of_norms, of_mean, products], how.kernel_blocks, parts, share)
+        box = self.norm_plan.box_gradient_launcher([norms, of_norms, of_mean, products], how.kernel_blocks, parts, share)
         product = self.norm_plan.product_launcher([(back("grad_x"), 0), (back("x"), 0), products])
-        return Backward(epilogue, box, product, how.scratch + (self.norm_plan.squares if add else 0))
+        return Backward(epilogue, box, product, how.scratch + (self.norm_plan.energies if add else 0))
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
@@ -178,7 +183,7 @@ def call_of(t: Operands, o: Options, dot: Tensor | None = None) -> Call:
     """The call for such operands, made once; `dot` where there is one already."""
     x, weight = t.x, t.weight
     kinds = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in t]
-    key = (o, x.shape, x.stride(), weight.shape, weight.stride(), *kinds)
+    key = (o, x.shape, x.stride(), weight.shape, weight.stride(), 0 if t.energy is None else t.energy.shape[0], *kinds)
     found = _CALLS.get(key)
     if found is None or found.operator is not operator_named(o.magnitude, o.angular, o.weighting):  # whose formulas may be others by now
         for tensor, name in zip(t, Operands._fields, strict=True):

@@ -6,7 +6,7 @@ from torch import Tensor
 from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, NOTHING, Finish
 from dcnet.ops.fused.averages import move_averages
-from dcnet.ops.fused.launch import dense
+from dcnet.ops.fused.launch import dense, energy_maps
 from dcnet.ops.fused.library import decoupled, on_device
 from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
 from dcnet.ops.fused.unit import unit_kernel
@@ -66,12 +66,19 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     moves = follows == STATISTICS and finish.running_mean is not None and finish.running_var is not None
     activation = ACTIVATIONS.index(finish.activation)
     geometry = (where.stride, padding, where.dilation, where.groups)
-    options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names)
+    carry = finish.carry
+    energy = None if carry is None or inputs.x is not x else carry.energy
+    if energy is not None and (where.groups > 1 or energy.shape[1:] != (x.shape[0], 1, *x.shape[2:])):
+        energy = None
+    leaves = carry is not None and carry.wanted and follows != ALONE and energy_maps(weight.shape[0], where.groups) > 0
+    options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names, leaves)
     bias, radius, gamma, beta = _dense_vector(inputs.bias), _dense_vector(radius), _dense_vector(finish.gamma), _dense_vector(finish.beta)
-    operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope)
-    out, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
+    operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope, energy)
+    out, left, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
     if vectors is not None and (moves or (tracked is not None and tracked.running_norm is not None)):
         _move_averages(vectors, options, weight.shape[0], tracked, finish if moves else NOTHING, out.numel() // weight.shape[0])
+    if carry is not None:
+        carry.left = left
     return out
 
 

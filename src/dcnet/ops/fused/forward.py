@@ -16,8 +16,8 @@ from dcnet.ops.mean_norm import BatchMean, distributed, recomputing
 _DOT, _OUT, _RESIDUAL = map(FORWARD.index, ("dot", "out", "residual"))
 
 
-def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tuple[Tensor, Kept]:
-    """act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone; and, if it is to be kept, what backward needs."""
+def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tuple[Tensor, Tensor | None, Kept]:
+    """act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone; its energy if that is to be left; what backward needs if it is to be kept."""
     o, x = call.options, t.x
     device, single = x.device, torch.float32
     tracked, momentum, batches = effects
@@ -33,10 +33,12 @@ def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tup
     norms = torch.empty(call.norm_plan.output, dtype=single, device=device)
     scratch = torch.empty(call.scratch, dtype=single, device=device)
     unit = torch.empty_like(t.weight, dtype=x.dtype)
-    memory = Memory([*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, None, None])
+    left = None if call.left is None else torch.empty(call.left, dtype=single, device=device)
+    memory = Memory([*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, left, None, None])
     call.normalise(memory)
     if call.has_norms:
-        call.squares(memory)
+        if t.energy is None:
+            call.energies(memory)
         call.box(memory)
     dot = call.ordered(convolution(x, unit, o))
     out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
@@ -56,7 +58,7 @@ def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tup
             mean_batches.add_(1)
     elif o.mean_kind == OF_BATCH:
         vectors[call.at.mean :].fill_(torch.nan)  # as the mean of nothing is
-    return out, Kept(dot, norms, unit, vectors)
+    return out, left, Kept(dot, norms, unit, vectors)
 
 
 def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMean | None) -> None:

@@ -12,6 +12,7 @@ def forward(
     d_ptr,
     n_ptr,
     y_ptr,
+    energy_ptr,
     residual_ptr,
     radius,
     bias,
@@ -75,6 +76,7 @@ def forward(
     BR: tl.constexpr,
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
+    rows,
     mean_parts,
     TALLY: tl.constexpr,
     MEAN: tl.constexpr,
@@ -87,10 +89,12 @@ def forward(
     ACTIVATION: tl.constexpr,
     STATISTICS: tl.constexpr,
     CENTRE: tl.constexpr,
+    ENERGY: tl.constexpr,
 ):
     """y = factor·h·g + bias; then BatchNorm, residual and activation, each if asked for; or, with STATISTICS, only sums of y − centre.
 
     MEAN and TRACK as `mean_norm` has them, NORM (0 for none) as `normalisation` has it. CENTRE: whether BatchNorm's running mean is there.
+    ENERGY: ½·Σ of the output's squares too, one map of `rows` elements for each block of kernels.
     """
     channels = groups * K
     g = tl.program_id(1) // kernel_blocks
@@ -153,7 +157,8 @@ def forward(
         inside = within(in_p, in_k, EVEN)
         start = block.to(tl.int64) * BP
         first = b * d_b + g.to(tl.int64) * d_g + start * d_p  # one 64-bit number a tile
-        n = tl.load(n_ptr + b * n_b + g * n_g + (start + p) * n_p, mask=in_p, other=1.0)[:, None]
+        at_n = b * n_b + g * n_g + (start + p) * n_p
+        n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
         d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
         y = magnitude(H, n * t, rho, h0, h1, h2, RADIUS > 0, HC)[0] * angular(G, c, g0, g1, g2, GC)[0] * s
@@ -172,7 +177,11 @@ def forward(
                 y = tl.maximum(y, 0.0)
             if ACTIVATION == 2:
                 y = tl.where(y > 0.0, y, y * vector(slope, True, ch, in_k, 0.0))
-            tl.store(y_ptr + first + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+            result = y.to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + first + offsets, result, mask=inside)
+            if ENERGY:  # of what is stored
+                y = tl.where(inside, result.to(tl.float32), 0.0)
+                tl.store(energy_ptr + kernel_block.to(tl.int64) * rows + at_n, 0.5 * tl.sum(y * y, 1), mask=in_p)
     if STATISTICS:
         row = sums + tl.program_id(0) * 2 * channels + ch
         tl.store(row, tl.sum(sum_y, 0), mask=in_k)

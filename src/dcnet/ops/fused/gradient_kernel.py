@@ -12,6 +12,7 @@ def backward(
     d_ptr,
     n_ptr,
     e_ptr,
+    e_energy,
     out_ptr,
     grad_d,
     grad_residual,
@@ -81,12 +82,14 @@ def backward(
     ACTIVATION: tl.constexpr,
     REDUCE: tl.constexpr,
     CENTRED: tl.constexpr,
+    ENERGY: tl.constexpr,
     SUMS: tl.constexpr,
     NORM_SUMS: tl.constexpr,
 ):
     """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient).
 
-    AFFINE: whether BatchNorm follows; CENTRED: with this batch's statistics, which have a gradient. The sums come in this order, each if
+    AFFINE: whether BatchNorm follows; CENTRED: with this batch's statistics, which have a gradient. ENERGY: whether ½·Σ of the output's
+    squares has a gradient, e_energy: that times the output is the output's. The sums come in this order, each if
     it is wanted: factor, gain, radius, bias, learned parameters.
     """
     channels = groups * K
@@ -143,12 +146,22 @@ def backward(
             y = of_h[0] * of_g[0] * s
             if HAS_BIAS:
                 y += vector(bias, True, ch, in_k, 0.0)
+            if RESIDUAL:  # only the output itself tells what the sum was
+                out = tl.load(out_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
+                on = out > 0.0
+            else:
+                z = y * scale + shift
+                on = z > 0.0
+            if ENERGY:
+                if not RESIDUAL:
+                    out = z
+                    if ACTIVATION == 1:
+                        out = tl.maximum(z, 0.0)
+                    if ACTIVATION == 2:
+                        out = tl.where(on, z, z * vector(slope, True, ch, in_k, 0.0))
+                    out = out.to(d_ptr.dtype.element_ty).to(tl.float32)  # as it was stored
+                e += tl.load(e_energy + at_n, mask=in_p, other=0.0)[:, None] * out
             if ACTIVATION != 0:
-                if RESIDUAL:
-                    on = tl.load(out_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32) > 0.0
-                else:
-                    z = y * scale + shift
-                    on = z > 0.0
                 if ACTIVATION == 1:
                     e = tl.where(on, e, 0.0)
                 else:

@@ -18,6 +18,16 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+MOST_KERNELS = 32  # of a tile
+
+
+def energy_maps(kernels: int, groups: int) -> int:
+    """How many maps the energy of an output would come in, one for each block of kernels; 0 where there would be many for few kernels."""
+    if groups > 1 or (kernels % MOST_KERNELS and kernels not in (8, 16)):
+        return 0
+    return cdiv(kernels, MOST_KERNELS)
+
+
 class View:
     """A map (N, groups·kernels, …) as (batch, groups, kernels, positions) with strides; one batch of all positions where the layout allows."""
 
@@ -38,10 +48,10 @@ class View:
     def blocks(self, size: int) -> tuple[int, int]:
         """How a tile of that many elements is made up, positions × kernels."""
         if self.rows_first:  # the widest block that wastes little of itself, but no wider than the others' (fewer variants to compile)
-            wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (32, 16, 8, 4, 2, 1)}
+            wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (MOST_KERNELS, 16, 8, 4, 2, 1)}
             bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
         else:
-            bk = min(triton.next_power_of_2(self.kernels), 32)
+            bk = min(triton.next_power_of_2(self.kernels), MOST_KERNELS)
         bp = max(1, min(size // bk, triton.next_power_of_2(self.positions)))
         return bp, bk
 
@@ -111,21 +121,22 @@ class NormPlan:
         self.geometry = (*_three(stride, 1), *_three(padding, 0), *_three(dilation, 1), *_three(kernel, 1))
         self.sizes = (*_three(sizes, 1), *_three(positions, 1))
         self.programs = cdiv(self.count, _BLOCK)
-        # scratch: sums of squares over channels (in backward, what multiplies x), then sums of norms
-        self.squares = aligned(shape[0] * groups * math.prod(sizes))
-        self.scratch = self.squares + aligned(groups * self.programs)
+        self.rows = shape[0] * groups * math.prod(sizes)
+        # scratch: ½·Σ x² over channels (in backward, what multiplies x), then sums of norms
+        self.energies = aligned(self.rows)
+        self.scratch = self.energies + aligned(groups * self.programs)
 
-    def squares_launcher(self, table: Sequence[Place]) -> Launcher:
-        """Sums of squares over channels, of x."""
+    def energies_launcher(self, table: Sequence[Place]) -> Launcher:
+        """½·Σ x² over channels."""
         view = self.view
         bp, bc = view.channel_blocks()
         blocks = cdiv(view.positions, bp)
         sizes = (self.groups, view.kernels, view.positions, blocks, view.stride, view.channel, view.position)
-        return Launcher(norm_kernels.squares, (view.batch * self.groups * blocks,), table, (*sizes, bp, bc))
+        return Launcher(norm_kernels.energies, (view.batch * self.groups * blocks,), table, (*sizes, bp, bc))
 
-    def box_launcher(self, table: Sequence[Place], eps: float, sums: bool) -> Launcher:
-        """Patch norms of the sums of squares; with `sums`, also each program's sum of them."""
-        fixed = (eps, self.groups, self.count, *self.sizes, *self.geometry, self.count > _SHORT, sums, _BLOCK)
+    def box_launcher(self, table: Sequence[Place], eps: float, maps: int, sums: bool) -> Launcher:
+        """Patch norms of ½·Σ x², which comes as so many maps to be added up; with `sums`, also each program's sum of norms."""
+        fixed = (eps, maps, self.rows, self.groups, self.count, *self.sizes, *self.geometry, self.count > _SHORT, sums, _BLOCK)
         return Launcher(norm_kernels.box, (self.programs, self.groups), table, fixed, _BOX_WARPS)
 
     def box_gradient_launcher(self, table: Sequence[Place], maps: int, means: int, share: float) -> Launcher:

@@ -48,8 +48,8 @@ def normalise_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, HAS_NORM
 
 
 @triton.jit
-def squares(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
-    """q (batch, groups, positions) = Σ over each group's C channels of x²."""
+def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
+    """q (batch, groups, positions) = ½·Σ over each group's C channels of x²."""
     pid = tl.program_id(0)
     block = pid % blocks
     g = (pid // blocks) % groups
@@ -63,7 +63,7 @@ def squares(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr,
         c = first + tl.arange(0, BC)
         x = tl.load(base + p[:, None] * x_p + c[None, :] * x_c, mask=in_p[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
         total += tl.sum(x * x, 1)
-    tl.store(q_ptr + (b * groups + g).to(tl.int64) * P + start + p, total, mask=in_p)
+    tl.store(q_ptr + (b * groups + g).to(tl.int64) * P + start + p, 0.5 * total, mask=in_p)
 
 
 @triton.jit
@@ -72,6 +72,8 @@ def box(
     q_ptr,
     sums_ptr,
     eps,
+    maps,
+    rows,
     groups,
     total,
     ID,
@@ -96,9 +98,9 @@ def box(
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """n = sqrt(Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
+    """n = sqrt(2·Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
 
-    `total` is batch·positions; LONG for 64-bit indices, whose division is slow; SUMS leaves each program's sum of n, (groups, programs).
+    q is the sum of so many `maps` of `rows` elements each. `total` is batch·positions; LONG for 64-bit indices, whose division is slow; SUMS leaves each program's sum of n, (groups, programs).
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)
@@ -113,15 +115,17 @@ def box(
     m = b.to(tl.int64) * groups + g
     at = q_ptr + m * (ID * IH * IW)
     sum = tl.zeros((BLOCK,), tl.float32)
-    for kd in tl.static_range(KD):
-        for kh in tl.static_range(KH):
-            for kw in tl.static_range(KW):
-                zd = d * SD - PD + kd * DD
-                zh = h * SH - PH + kh * DH
-                zw = w * SW - PW + kw * DW
-                ok = inside & (zd >= 0) & (zd < ID) & (zh >= 0) & (zh < IH) & (zw >= 0) & (zw < IW)
-                sum += tl.load(at + (zd * IH + zh) * IW + zw, mask=ok, other=0.0)
-    n = tl.sqrt(sum + eps)
+    for _ in range(maps):
+        for kd in tl.static_range(KD):
+            for kh in tl.static_range(KH):
+                for kw in tl.static_range(KW):
+                    zd = d * SD - PD + kd * DD
+                    zh = h * SH - PH + kh * DH
+                    zw = w * SW - PW + kw * DW
+                    ok = inside & (zd >= 0) & (zd < ID) & (zh >= 0) & (zh < IH) & (zw >= 0) & (zw < IW)
+                    sum += tl.load(at + (zd * IH + zh) * IW + zw, mask=ok, other=0.0)
+        at += rows
+    n = tl.sqrt(2.0 * sum + eps)
     tl.store(n_ptr + m * (OD * OH * OW) + (d * OH + h) * OW + w, n, mask=inside)
     if SUMS:
         tl.store(sums_ptr + g * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, n, 0.0), 0))
@@ -161,7 +165,7 @@ def box_backward(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """t = Σ over the windows that hold a position of e/n; the gradient in x is then x·t.
+    """t = Σ over the windows that hold a position of e/n: the gradient in ½·Σ x², and x·t that in x.
 
     e is the sum of MAPS maps of `rows` elements each, plus every norm's `share` of the gradient of E{‖x‖}, itself a sum of MEANS ≤ PARTS numbers.
     """

@@ -29,6 +29,7 @@ class Options(NamedTuple):
     magnitude: str
     angular: str
     weighting: str
+    leaves: bool  # whether to leave the energy of the output
 
 
 class Operands(NamedTuple):
@@ -46,6 +47,7 @@ class Operands(NamedTuple):
     running_var: Tensor | None
     residual: Tensor | None
     slope: Tensor | None
+    energy: Tensor | None  # of x, as the layer before has left it: see `Carry`
 
 
 class Effects(NamedTuple):
@@ -86,7 +88,7 @@ class Gradients(NamedTuple):
     """The gradients in the operands; None for those that are not wanted, or not there (a registered operator gives empty ones)."""
 
     x: Tensor | None
-    products: Tensor | None  # (N, groups, …): what times x is still to be added to the gradient in x, if it has not been
+    products: Tensor | None  # (N, groups, …): the gradient in x's energy; times x it is still to be added to the one in x, if it has not been
     weight: Tensor | None
     vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned; BatchNorm's: `vector_places`
     mean: Tensor | None  # of a given one: (groups, parts), to be added up
@@ -116,10 +118,10 @@ def vector_places(t: Operands, o: Options) -> VectorPlaces:
 
 
 def operand_gradients(
-    gradients: Gradients, e: Tensor, places: VectorPlaces, t: Operands, o: Options, wanted: Sequence[bool]
+    gradients: Gradients, e: Tensor, places: VectorPlaces, t: Operands, o: Options, wanted: Sequence[bool], maps: int
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by operand, in the order of `Operands`, None for those that are not wanted."""
-    x, weight, bias, radius, mean_norm, learned, gamma, beta, _, _, residual, slope = wanted
+    """The gradients by operand, in the order of `Operands`, None for those that are not wanted. maps: how many x's energy came in."""
+    x, weight, bias, radius, mean_norm, learned, gamma, beta, _, _, residual, slope, energy = wanted
     vectors = gradients.vectors
     return (
         gradients.x if x else None,
@@ -132,6 +134,7 @@ def operand_gradients(
         vectors[places.beta] if beta else None,
         None,
         None,
-        (gradients.residual if o.activation != 0 else e) if residual else None,
+        (e if gradients.residual is None else gradients.residual) if residual else None,
         vectors[places.slope] if slope else None,
+        gradients.products.expand(maps, *gradients.products.shape) if energy and gradients.products is not None else None,
     )

@@ -34,6 +34,7 @@ class ForwardFlags(NamedTuple):
     activation: int = 0
     statistics: bool = False  # only the sums for BatchNorm's statistics, and no output
     centre: bool = False  # whether there is a running mean to take them around
+    energy: bool = False  # also ½·Σ of the output's squares over channels, for the layer that comes next
 
 
 class GradientFlags(NamedTuple):
@@ -44,6 +45,7 @@ class GradientFlags(NamedTuple):
     activation: int
     reduce: bool  # only the sums for BatchNorm's gradient
     centred: bool  # whether BatchNorm took this batch's statistics, which have a gradient
+    energy: bool  # whether ½·Σ of the output's squares has a gradient
     slope: bool  # whether the activation's slope is learned
 
 
@@ -96,13 +98,13 @@ class Plan:
         self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, *tile)
         # where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none
         places = (*_places(h, 2 + h.formula.has_radius), *_places(g, 2), len(h.learned))
-        self._gradient_arguments = (*self._arguments, view.batch * groups * view.positions, mean, *places)
+        self.norms = view.batch * groups * view.positions
+        self._gradient_arguments = (*self._arguments, self.norms, mean, *places)
         self.rows = sum(there) + len(operator.learned)
         self.radius_row = sum(there[:2]) if there[2] else -1
         # for `vector_gradients`: blocks of programs × channels
         self._small = (min(triton.next_power_of_2(self.programs), 256), _CHANNELS)
         self.mean_parts = self.parts(view.kernels)
-        self.norms = view.batch * groups * view.positions
         # Backward's scratch: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms.
         sizes_of = (3 * self.programs * self.channels, self.programs * self.rows * self.channels, groups * self.mean_parts)
         self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
@@ -110,7 +112,7 @@ class Plan:
 
     def forward_launcher(self, table: Sequence[Place], floats: tuple[float, ...], flags: ForwardFlags) -> Launcher:
         """The epilogue."""
-        return Launcher(forward_kernel.forward, (self.programs, self.columns), table, (*floats, *self._arguments, *flags), WARPS)
+        return Launcher(forward_kernel.forward, (self.programs, self.columns), table, (*floats, *self._arguments, self.norms, *flags), WARPS)
 
     def backward_launcher(self, table: Sequence[Place], flags: GradientFlags) -> Launcher:
         """The epilogue's gradient."""
