@@ -10,7 +10,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcnet.ops.fused import fast, statistics
 from dcnet.ops.fused.launch import NormPlan, kernel_launchers
 from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan
 from dcnet.ops.operator import make_operator
@@ -74,7 +73,6 @@ def launchers(magnitude, angular, weighting, dtype):
     forward, backward = kernel_launchers(96, 864, [], [], 1e-4, weighting is not None)
     yield "normalise", forward, 3
     yield "normalise gradient", backward, 5
-    yield "averages", fast.Launcher(statistics.move_averages, (1,), [], (1, 96, 1, True, True, 128)), 7
 
 
 def main() -> None:

@@ -130,8 +130,9 @@ def test_a_users_formula_is_fused(catalogue):
 @pytest.mark.parametrize("name", SMALL)
 def test_registered_properly(name):
     """PyTorch's own check of schema, fake implementation and gradients."""
-    from dcnet.ops.fused import launch, library
-    from dcnet.ops.fused.operands import Operands, Options
+    from dcnet.ops.fused import launch
+    from dcnet.ops.fused.function import decoupled
+    from dcnet.ops.fused.operands import Effects, Operands, Options
 
     case = SMALL[name]
     tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
@@ -144,21 +145,24 @@ def test_registered_properly(name):
     geometry = ((1,) * dims, (1,) * dims, (1,) * dims, groups, 1e-4)
     operator = ("tanh", "sigmoid:k=learned")
 
-    def check(tensors, *options):
+    def check(tensors, *options, effects=(None,) * 7):
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         for op in (torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled_backward):
             names = [argument.name for argument in op.default._schema.arguments]
             assert len(set(names)) == len(names)  # torch.compile calls by name
-        torch.library.opcheck(torch.ops.dcnet.decoupled.default, (*tensors, *Options(*geometry, *options)), test_utils=checks)
+        options = str(tuple(Options(*geometry, *options)))
+        torch.library.opcheck(torch.ops.dcnet.decoupled.default, (*tensors, *effects, options), test_utils=checks)
 
-    plain = Operands(x, tensors["weight"], bias.requires_grad_(), tensors["radius"], mean_norm, k, *[None] * 6)
-    check(plain, 1, 1, 0, 0.0, 0, *operator, "linear")
-    check(plain._replace(mean_norm=None), 1, 2, 0, 0.0, 0, *operator, "separate")
-    residual = torch.rand_like(library.decoupled(plain, Options(*geometry, 1, 1, 0, 0.0, 0, *operator, ""), library.NO_EFFECTS)[0]).requires_grad_()
+    plain = Operands(x, tensors["weight"], bias.requires_grad_(), tensors["radius"], mean_norm, k, *[None] * 7)
+    check(plain, 1, 1, 0, 0.0, 0, *operator, "linear", False)
+    check(plain._replace(mean_norm=None), 1, 2, 0, 0.0, 0, *operator, "separate", False)
+    residual = torch.rand_like(decoupled(plain, Options(*geometry, 1, 1, 0, 0.0, 0, *operator, "", False), Effects())[0]).requires_grad_()
     parameters = {"gamma": gamma.requires_grad_(), "beta": beta.requires_grad_(), "running_mean": running_mean, "running_var": running_var}
     block = plain._replace(mean_norm=None, **parameters)
-    check(block._replace(residual=residual), 2, 3, 2, 1e-3, 1, *operator, "joint")
-    check(block._replace(slope=slope.requires_grad_()), 2, 2, 1, 1e-3, 2, *operator, "")
+    check(block._replace(residual=residual), 2, 3, 2, 1e-3, 1, *operator, "joint", False)
+    check(block._replace(slope=slope.requires_grad_()), 2, 2, 1, 1e-3, 2, *operator, "", False)
+    moving = (torch.rand(groups, device=DEVICE), torch.ones((), device=DEVICE), 0.1, running_mean, running_var, torch.tensor(3, device=DEVICE), 0.2)
+    check(block._replace(running_mean=None, running_var=None), 2, 2, 2, 1e-3, 1, *operator, "", False, effects=moving)
 
 
 def test_second_derivatives_raise():

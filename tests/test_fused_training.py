@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dcnet
-from dcnet.layers import Block
+from dcnet.layers import Block, Chain
 
 pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
@@ -27,9 +27,9 @@ def exact_convolutions():
 
 def network(impl="fused", **options):
     torch.manual_seed(1)
-    net = nn.Sequential(
-        Block(dcnet.DecoupledConv2d(4, 6, 3, padding=1, groups=2, angular="linear", impl=impl, **options), nn.BatchNorm2d(6), "relu"),
-        Block(dcnet.DecoupledConv2d(6, 4, 3, magnitude="seg", angular="sigmoid:k=learned", impl=impl, **options), nn.BatchNorm2d(4), "prelu"),
+    net = Chain(
+        Block(dcnet.DecoupledConv2d(4, 8, 3, padding=1, angular="linear", impl=impl, **options), nn.BatchNorm2d(8), "relu"),
+        Block(dcnet.DecoupledConv2d(8, 4, 3, magnitude="seg", angular="sigmoid:k=learned", impl=impl, **options), nn.BatchNorm2d(4), "prelu"),
         nn.Flatten(),
         dcnet.DecoupledLinear(4 * 4, 3, magnitude="ball", weighting="separate", impl=impl, **options),
     )

@@ -19,6 +19,8 @@ class Block(nn.Module):
     Where passes are shared, a forward hook on the convolution sees the finished result.
     """
 
+    carries = True  # `forward` takes a `Carry`
+
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, activation: str | None = "relu") -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -27,11 +29,6 @@ class Block(nn.Module):
         self.norm = norm
         self.activation = activation
         self.slope = nn.Parameter(torch.zeros(1)) if activation == "prelu" else None
-
-    @property
-    def carries(self) -> bool:
-        """Whether `forward` takes a `Carry`, and can do something with it."""
-        return isinstance(self.conv, Decoupled)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
         """The finished convolution of x; `carry` is for `Chain`."""

@@ -30,16 +30,13 @@ class Stage(NamedTuple):
 class Unit(nn.Module):
     """conv, norm, act, conv, norm, add, and act if `last`; a 1×1 convolution and norm on the shortcut where the shape changes."""
 
+    carries = True  # as `Block` does
+
     def __init__(self, parts: Parts, inputs: int, outputs: int, stride: int, last: bool = True) -> None:
         super().__init__()
         self.first = parts.block(inputs, outputs, stride=stride)
         self.second = parts.block(outputs, outputs, activation=last)
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else parts.shortcut(inputs, outputs, stride)
-
-    @property
-    def carries(self) -> bool:
-        """As `Block` has it."""
-        return self.first.carries
 
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
         if carry is None or touched(self):

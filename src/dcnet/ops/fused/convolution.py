@@ -5,10 +5,9 @@ from torch import Tensor
 
 from dcnet.ops.eager import inner_product_kernel
 from dcnet.ops.finish import ACTIVATIONS, NOTHING, Finish
-from dcnet.ops.fused.averages import move_averages
-from dcnet.ops.fused.launch import dense, energy_maps
-from dcnet.ops.fused.library import decoupled, on_device
-from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options, places
+from dcnet.ops.fused.function import decoupled
+from dcnet.ops.fused.launch import dense, energy_maps, on_device
+from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options
 from dcnet.ops.fused.unit import unit_kernel
 from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
@@ -74,9 +73,7 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names, leaves)
     bias, radius, gamma, beta = _dense_vector(inputs.bias), _dense_vector(radius), _dense_vector(finish.gamma), _dense_vector(finish.beta)
     operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope, energy)
-    out, left, vectors = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
-    if vectors is not None and (moves or (tracked is not None and tracked.running_norm is not None)):
-        _move_averages(vectors, options, weight.shape[0], tracked, finish if moves else NOTHING, out.numel() // weight.shape[0])
+    out, left = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
     if carry is not None:
         carry.left = left
     return out
@@ -84,14 +81,6 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
 
 def _dense_vector(vector: Tensor | None) -> Tensor | None:
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
-
-
-def _move_averages(vectors: Tensor, options: Options, kernels: int, tracked: BatchMean | None, finish: Finish, count: int) -> None:
-    """Moves the running averages towards what a compiled graph has computed."""
-    at = places(kernels, options.groups, options.mean_kind, options.follows, options.weighting)
-    mean = (None, None, None) if tracked is None else (tracked.running_norm, tracked.num_batches_tracked, tracked.momentum)
-    norm = (finish.running_mean, finish.running_var, finish.batches)
-    move_averages(vectors, at.mean, at.norm, kernels, options.groups, *mean, *norm, finish.momentum, count)
 
 
 def _convolution_dtype(x: Tensor) -> torch.dtype:

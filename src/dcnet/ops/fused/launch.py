@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +87,19 @@ def like(x: Tensor, other: Tensor) -> Tensor:
     if x.stride() == other.stride():
         return x
     return torch.empty_like(other, dtype=x.dtype).copy_(x)
+
+
+def elsewhere(x: Tensor) -> bool:
+    """Whether x is not on the current device, where kernels run."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of x the current one."""
+    return torch.cuda.device(x.device) if elsewhere(x) else _HERE
+
+
+_HERE: AbstractContextManager[Any] = nullcontext()
 
 
 def kernel_launchers(

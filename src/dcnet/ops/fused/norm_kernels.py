@@ -100,7 +100,8 @@ def box(
 ):
     """n = sqrt(2·Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
 
-    q is the sum of so many `maps` of `rows` elements each. `total` is batch·positions; LONG for 64-bit indices, whose division is slow; SUMS leaves each program's sum of n, (groups, programs).
+    q is the sum of so many `maps` of `rows` elements each. `total` is batch·positions;
+    LONG for 64-bit indices, whose division is slow; SUMS leaves each program's sum of n, (groups, programs).
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)

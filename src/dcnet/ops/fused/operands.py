@@ -1,6 +1,8 @@
 """What goes into the fused operator, what forward leaves for backward, and what comes out of that."""
 
+from ast import literal_eval
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
@@ -30,6 +32,12 @@ class Options(NamedTuple):
     angular: str
     weighting: str
     leaves: bool  # whether to leave the energy of the output
+
+
+@lru_cache(4096)
+def options_named(text: str) -> Options:
+    """The options that make this text, str(tuple(options)): how they go through a graph."""
+    return Options(*literal_eval(text))
 
 
 class Operands(NamedTuple):
@@ -115,6 +123,16 @@ def vector_places(t: Operands, o: Options) -> VectorPlaces:
     start = aligned(ends[-1])  # BatchNorm's are written by another kernel
     ends_of_norm = [start + end * kernels for end in accumulate((norm, norm, int(norm and o.activation == 2)), initial=0)]
     return VectorPlaces(*starmap(slice, [*pairwise(ends), *pairwise(ends_of_norm)]))
+
+
+def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
+    """The output where backward may need it; elsewhere it is computed again."""
+    return out if t.residual is not None and (o.activation != 0 or o.leaves) else None
+
+
+def depends_on_output(o: Options, of_left: Tensor | None) -> bool:
+    """Whether the gradient in front of a residual's addition depends on the sum."""
+    return o.activation != 0 or of_left is not None
 
 
 def operand_gradients(

@@ -29,40 +29,6 @@ def move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at,
 
 
 @triton.jit
-def move_averages(
-    running_norm,
-    mean_batches,
-    running_mean,
-    running_var,
-    norm_batches,
-    mean,
-    norm,
-    mean_momentum,
-    unbiased,
-    norm_momentum,
-    groups,
-    channels,
-    TRACK: tl.constexpr,
-    TALLY: tl.constexpr,
-    MOVE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The running averages of a layer take a step towards what is in `mean` and `norm`: for compiled graphs, where no other kernel may."""
-    pid = tl.program_id(0)
-    if TRACK > 0:
-        if pid < groups:
-            track_norm(running_norm, mean_batches, mean_momentum, pid, tl.load(mean + pid), TRACK, TALLY)
-    if MOVE:
-        ch = pid * BLOCK + tl.arange(0, BLOCK)
-        ok = ch < channels
-        value = tl.load(norm + ch, mask=ok, other=0.0)
-        variance = tl.load(norm + channels + ch, mask=ok, other=0.0)
-        move_norm(running_mean, running_var, value, variance, unbiased, norm_momentum, ch, ok)
-        if pid == 0:
-            tl.store(norm_batches, tl.load(norm_batches) + 1)
-
-
-@triton.jit
 def mean_norm(
     mean,
     norm_sums,
