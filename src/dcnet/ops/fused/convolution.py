@@ -22,7 +22,7 @@ def decouple(inputs: Inputs) -> Tensor:
         return y if finish is None else finish.apply(y)
     # PReLU behind a residual would need the sum's sign, which the output does not tell when its slope is negative
     if finish is None or not finish.normalise or inputs.x.shape[0] == 0 or (finish.residual is not None and finish.activation == "prelu"):
-        y = _decouple(inputs, NOTHING, ALONE)
+        y = _decouple(inputs, NOTHING if finish is None else NOTHING._replace(carry=finish.carry), ALONE)
         return y if finish is None else finish.apply(y)
     return _decouple(inputs, finish, STATISTICS if finish.training else AVERAGES)
 
