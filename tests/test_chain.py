@@ -176,10 +176,20 @@ def test_something_in_between():
     nets = []
     for impl in ("reference", "fused"):
         net = small(impl)
-        nets.append(Chain(net[0], nn.LeakyReLU(-0.5, inplace=True), net[1]).to(DEVICE))
+        nets.append(Chain(net[0], nn.Hardtanh(0.0, 0.5, inplace=True), net[1]).to(DEVICE))
     with torch.no_grad():
         expected, actual = (net(images()) for net in nets)
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_a_block_that_takes_and_leaves_nothing():
+    """What was meant for it is not the next one's."""
+    nets = []
+    for impls in (("reference",) * 3, ("fused", "eager", "fused")):
+        torch.manual_seed(0)
+        blocks = [Parts(options={"impl": impl}).block(channels, 8) for impl, channels in zip(impls, (3, 8, 8), strict=True)]
+        nets.append(livened(Chain(*blocks)))
+    assert_same(results(nets[1], images()), results(nets[0], images()))
 
 
 def test_frozen_layers():

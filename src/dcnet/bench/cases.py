@@ -9,7 +9,7 @@ from torch import nn
 from dcnet.layers import DecoupledConv2d
 from dcnet.models import create_model
 
-PROVIDERS = ("plain", "straightforward", "straightforward compiled", "ours", "ours compiled", "plain compiled")
+HOW = ("", "compiled", "reduce-overhead")  # eager, torch.compile, and torch.compile with that mode: CUDA graphs
 # every magnitude with cosine, and three operators with costlier angles
 OPERATORS = (
     *(f"{magnitude} + cosine" for magnitude in ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")),
@@ -28,7 +28,12 @@ class Case:
     dtype: str  # "bfloat16" (autocast) or "float32"
     layout: str  # "channels_last" or "contiguous"
     operator: str  # "magnitude + angular"
-    provider: str
+    provider: str  # "plain", "straightforward" or "ours", followed by one of HOW
+
+    @property
+    def how(self) -> str:
+        """Which of HOW."""
+        return self.provider.partition(" ")[2]
 
     @property
     def title(self) -> str:
@@ -37,8 +42,8 @@ class Case:
 
     @property
     def plain(self) -> "Case":
-        """The plain twin, compiled where this is."""
-        return replace(self, operator="", provider="plain compiled" if self.provider.endswith("compiled") else "plain")
+        """The plain twin, compiled as this is."""
+        return replace(self, operator="", provider=f"plain {self.how}".strip())
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,9 @@ def cases(cuda: bool, what: str = "all", quick: bool = False) -> Iterator[Case]:
 
 
 def _with_plain(case: Case, providers: tuple[str, ...], operators: tuple[str, ...]) -> Iterator[Case]:
-    for plain in ("plain", "plain compiled"):
-        if any(replace(case, provider=provider).plain.provider == plain for provider in providers):
-            yield replace(case, operator="", provider=plain)
+    for how in HOW:
+        if any(replace(case, provider=provider).how == how for provider in providers):
+            yield replace(case, operator="", provider=f"plain {how}".strip())
     for provider in providers:
         for operator in operators:
             yield replace(case, operator=operator, provider=provider)
@@ -110,7 +115,7 @@ def _networks(cuda: bool, quick: bool) -> Iterator[Case]:
     step = Case("network", "resnet32", "training step", 512, "bfloat16", "channels_last", "", "")
     yield from _with_plain(step, ("ours",), OPERATORS)
     yield from _with_plain(replace(step, mode="inference"), ("ours",), ("tanh + cosine",))
-    yield from _with_plain(step, ("ours compiled",), ("tanh + cosine",))
+    yield from _with_plain(step, ("ours compiled", "ours reduce-overhead"), ("tanh + cosine",))
     yield from _with_plain(replace(step, mode="inference"), ("ours compiled",), ("tanh + cosine",))
     if quick:
         return
