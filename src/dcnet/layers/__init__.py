@@ -1,6 +1,6 @@
 """Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
 
-from dcnet.layers.block import Block, Chain, touched
+from dcnet.layers.block import Block, Carrying, Chain, carries, touched
 from dcnet.layers.conv import (
     DecoupledConv1d,
     DecoupledConv2d,
@@ -24,6 +24,7 @@ from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norm
 
 __all__ = [
     "Block",
+    "Carrying",
     "Chain",
     "DecoupleReport",
     "Decoupled",
@@ -36,6 +37,7 @@ __all__ = [
     "LazyDecoupledConv3d",
     "WeightProjection",
     "average_statistics_",
+    "carries",
     "decouple_",
     "decoupled_layers",
     "orthogonal_penalty",

@@ -1,5 +1,7 @@
 """A convolution with what follows it: BatchNorm, a residual addition, an activation, fused where they can be."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -8,18 +10,35 @@ from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
 
 
 def touched(module: nn.Module) -> bool:
-    """Whether hooks may change what goes into a module or comes out of it."""
-    return bool(module._forward_pre_hooks or module._forward_hooks or nn.modules.module._has_any_global_hook())
+    """Whether hooks may change what goes into a module or comes out of it, or the gradients there."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(hooks) or nn.modules.module._has_any_global_hook()
 
 
-class Block(nn.Module):
+class Carrying(nn.Module):
+    """A module whose `forward` takes a `Carry`. A subclass with a `forward` of its own does not, unless it says so."""
+
+    carries = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in cls.__dict__ and "carries" not in cls.__dict__:
+            cls.carries = False
+
+
+def carries(module: nn.Module) -> bool:
+    """Whether a module takes a `Carry`; wrappers, which pass on what they are asked for, do not."""
+    return isinstance(module, Carrying) and type(module).carries
+
+
+class Block(Carrying):
     """act(norm(conv(x)) + residual); fewer passes over memory where the convolution is decoupled, before a BatchNorm or a ReLU.
 
     activation: None, "relu", or "prelu" (one slope, starting at 0).
     Where passes are shared, a forward hook on the convolution sees the finished result.
     """
 
-    carries = True  # `forward` takes a `Carry`
+    carries = True
 
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, activation: str | None = "relu") -> None:
         super().__init__()
@@ -35,8 +54,13 @@ class Block(nn.Module):
         conv, norm = self.conv, self.norm
         if carry is not None and (touched(self) or touched(conv)):
             carry = None
+        if carry is not None and x is not carry.of:
+            carry.energy = None
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            return conv(x, finish=self._finish(norm, residual, carry))
+            y = conv(x, finish=self._finish(norm, residual, carry))
+            if carry is not None:
+                carry.left_of = y
+            return y
         if isinstance(conv, Decoupled) and norm is None and residual is None and self.activation == "relu":
             return conv(x, finish=ONLY_RELU)
         y = conv(x)
@@ -73,12 +97,12 @@ class Block(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """`nn.Sequential` in which blocks, and other modules with `carries`, hand a `Carry` on to those that follow immediately."""
+    """`nn.Sequential` in which blocks, and other modules that do, hand a `Carry` on to those that follow immediately."""
 
     def forward(self, x: Tensor) -> Tensor:
         """What the last module makes of it."""
-        carry, carries = Carry(), [getattr(module, "carries", False) for module in self]
-        for module, takes, wanted in zip(self, carries, [*carries[1:], False], strict=True):
+        carry, takes = Carry(), [carries(module) for module in self]
+        for module, takes_it, wanted in zip(self, takes, [*takes, False][1:], strict=True):
             carry.enter(wanted)
-            x = module(x, carry=carry) if takes else module(x)
+            x = module(x, carry=carry) if takes_it else module(x)
         return x

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from dcnet.layers import Chain, touched
+from dcnet.layers import Carrying, Chain, carries, touched
 from dcnet.models.parts import Normalize, Parts
 from dcnet.ops import Carry
 
@@ -27,10 +27,10 @@ class Stage(NamedTuple):
     entry: bool = False
 
 
-class Unit(nn.Module):
+class Unit(Carrying):
     """conv, norm, act, conv, norm, add, and act if `last`; a 1×1 convolution and norm on the shortcut where the shape changes."""
 
-    carries = True  # as `Block` does
+    carries = True
 
     def __init__(self, parts: Parts, inputs: int, outputs: int, stride: int, last: bool = True) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Unit(nn.Module):
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
         if carry is None or touched(self):
             carry = Carry()
-        wanted, carry.wanted = carry.wanted, True  # by the second
-        y = self.first(x, carry=carry)
+        wanted, carry.wanted = carry.wanted, carries(self.second)
+        y = self.first(x, carry=carry) if carries(self.first) else self.first(x)
         carry.enter(wanted)
-        return self.second(y, self.shortcut(x), carry=carry)
+        return self.second(y, self.shortcut(x), carry=carry) if carries(self.second) else self.second(y, self.shortcut(x))
 
 
 class ResNet(nn.Module):

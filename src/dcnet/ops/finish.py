@@ -12,18 +12,21 @@ ACTIVATIONS = (None, "relu", "prelu")
 class Carry:
     """Hands the energy of a layer's output, ½·Σ x² over channels, to the layer that takes it as input: a pass over that map less each way.
 
-    An energy is (maps, N, 1, …) in float32, to be added up over its first dimension, and differentiable: its gradient times x belongs to
-    the gradient in x. Half the sum of squares, so that this needs no factor. Only the fused kernels leave one.
+    An energy is (maps, N, 1, …) in float32, to be added up over its first dimension (a map by itself has no gradient), and differentiable:
+    its gradient times x belongs to the gradient in x. Half the sum of squares, so that this needs no factor. Only the fused kernels leave one.
     """
 
     def __init__(self) -> None:
         self.energy: Tensor | None = None  # of the input of the layer that is at work
-        self.left: Tensor | None = None  # of its output
-        self.wanted = False  # whether somebody will take that
+        self.of: Tensor | None = None  # that input
+        self.left: Tensor | None = None  # the energy of its output
+        self.left_of: Tensor | None = None  # that output
+        self.wanted = False  # whether somebody will take it
 
     def enter(self, wanted: bool) -> None:
         """The next layer begins: what the last one has left is now its input's."""
-        self.energy, self.left, self.wanted = self.left, None, wanted
+        self.energy, self.of = self.left, self.left_of
+        self.left, self.left_of, self.wanted = None, None, wanted
 
 
 class Finish(NamedTuple):

@@ -1,7 +1,7 @@
 """The gradients of a decoupled convolution with what follows it, as launches.
 
-Reads dot product and incoming gradient twice, writes the dot product's gradient, and adds the norms' gradient to the
-convolution's in one pass.
+Reads dot product and incoming gradient twice and writes the dot product's gradient. The norms' gradient is added to the convolution's in
+one pass, or left to whoever handed the input's energy on.
 """
 
 import torch
@@ -31,7 +31,7 @@ def backward(
 ) -> Gradients:
     """The gradients of `forward`, of those in its output and in the energy it has left; t has at least what is `READ_BY_BACKWARD`.
 
-    out: where a residual was added and the gradient depends on the sum (`depends_on_output`).
+    out: where a residual was added and the gradient depends on the sum (`arrived`).
     add: whether to add the norms' gradient to the convolution's. Whoever left the energy does that itself; so does a compiled graph, in a
     pass with what comes next.
     """
@@ -49,7 +49,7 @@ def backward(
     results = [grad_d, of_vectors, behind, scratch, products, None, None, None, None, grad_weight]
     e = call.ordered(e)
     if of_left is not None and of_left.stride()[1:] != norms.stride():
-        of_left = of_left[0].contiguous()  # its maps' gradients are all the same
+        of_left = of_left[0].contiguous()  # the maps are summed up, so that their gradients are all the same
     memory = Memory([x, weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope, e, of_left, out, dot, norms, unit, vectors, *results])
     if call.has_output:
         for launcher in launchers.epilogue:

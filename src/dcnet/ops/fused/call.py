@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.fused.fast import Launcher, Place
-from dcnet.ops.fused.launch import NormPlan, dense, kernel_launchers
+from dcnet.ops.fused.launch import NormPlan, dense, energy_maps, kernel_launchers
 from dcnet.ops.fused.operands import ALONE, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Operands, Options, places, vector_places
 from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan, operator_named
 
@@ -63,6 +63,7 @@ class Call:
         self._backwards: dict[tuple[bool, bool, bool], Backward] = {}
         self.maps = 0 if t.energy is None else t.energy.shape[0]
         self.left = (self.epilogue_plan.kernel_blocks, *self.norm_plan.output) if o.leaves else None
+        assert not o.leaves or self.epilogue_plan.kernel_blocks == energy_maps(self.kernels, o.groups)
 
         place, back = FORWARD.index, BACKWARD.index
         size = t.weight.numel() // max(1, t.weight.shape[0])
@@ -130,12 +131,12 @@ class Call:
         )
         return [*launchers, how.forward_launcher(table, floats, flags)]
 
-    def backward(self, residual: bool, energy: bool, add: bool) -> Backward:
-        """The launchers of the backward pass. residual, energy: whether the output's gradient depends on the output (`behind`), whether the
-        output's energy has a gradient. add: whether `product` is to be launched too."""
-        found = self._backwards.get((residual, energy, add))
+    def backward(self, behind: bool, energy: bool, add: bool) -> Backward:
+        """The launchers of the backward pass. behind: whether a residual was added and the gradient in front of that is another; energy: whether
+        the output's energy has a gradient; add: whether `product` is to be launched too."""
+        found = self._backwards.get((behind, energy, add))
         if found is None:
-            found = self._backwards[residual, energy, add] = self._backward(residual, energy, add)
+            found = self._backwards[behind, energy, add] = self._backward(behind, energy, add)
         return found
 
     def _backward(self, behind: bool, energy: bool, add: bool) -> Backward:

@@ -67,8 +67,8 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     geometry = (where.stride, padding, where.dilation, where.groups)
     carry = finish.carry
     energy = None if carry is None or inputs.x is not x else carry.energy
-    if energy is not None and (where.groups > 1 or energy.shape[1:] != (x.shape[0], 1, *x.shape[2:])):
-        energy = None
+    if energy is not None and (where.groups > 1 or energy.shape[1:] != (x.shape[0], 1, *x.shape[2:]) or energy.requires_grad != x.requires_grad):
+        energy = None  # the last where gradients reach x by another way, as in a checkpoint's first forward pass
     leaves = carry is not None and carry.wanted and follows != ALONE and energy_maps(weight.shape[0], where.groups) > 0
     options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names, leaves)
     bias, radius, gamma, beta = _dense_vector(inputs.bias), _dense_vector(radius), _dense_vector(finish.gamma), _dense_vector(finish.beta)

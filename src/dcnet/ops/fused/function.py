@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dcnet.ops.fused.backward import backward
 from dcnet.ops.fused.call import call_of
 from dcnet.ops.fused.forward import forward
 from dcnet.ops.fused.launch import elsewhere
 from dcnet.ops.fused.library import in_graph
-from dcnet.ops.fused.operands import Effects, Kept, Operands, Options, depends_on_output, operand_gradients, wanted_output
+from dcnet.ops.fused.once import once
+from dcnet.ops.fused.operands import Effects, Kept, Operands, Options, arrived, operand_gradients, wanted_output
 
 
 class _Eager(torch.autograd.Function):
@@ -29,22 +29,21 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
-        # with create_graph=True: the gradients, from which a second derivative is an error
-        return _once(ctx, e, of_left) if torch.is_grad_enabled() else _gradients(ctx, e, of_left)
+        if not torch.is_grad_enabled():
+            return _gradients(ctx, e, of_left)
+        with torch.no_grad():
+            gradients = _gradients(ctx, e, of_left)
+        return once(gradients, (e, of_left, *ctx.saved_tensors))
 
 
 def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
     call, wanted = ctx.call, ctx.needs_input_grad[2:]
     dot, norms, unit, vectors, out, x, weight, bias, radius, mean_norm, learned, slope = ctx.saved_tensors
-    if e is None:
-        e = torch.zeros_like(dot)
+    e, out = arrived(e, of_left, out, dot, call.options)
     t = Operands(x, weight, bias, radius, mean_norm, learned, None, None, None, None, None, slope, None)
-    out = out if depends_on_output(call.options, of_left) else None
     gradients = backward(call, e, of_left, t, Kept(dot, norms, unit, vectors), out, wanted[0], wanted[1], add=call.maps == 0)
     return None, None, *operand_gradients(gradients, e, call.of_vectors, t, call.options, wanted, call.maps)
 
-
-_once = once_differentiable(_gradients)
 
 # Function.apply without its preparations for function transforms, which `dispatch.py` does not let through to here
 _apply = super(torch.autograd.Function, _Eager).apply

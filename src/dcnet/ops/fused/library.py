@@ -13,6 +13,7 @@ from dcnet.ops.fused.backward import backward
 from dcnet.ops.fused.call import READ_BY_BACKWARD, call_of, convolution
 from dcnet.ops.fused.forward import forward
 from dcnet.ops.fused.launch import energy_maps, on_device
+from dcnet.ops.fused.once import once
 from dcnet.ops.fused.operands import (
     GIVEN,
     OF_RANKS,
@@ -21,9 +22,10 @@ from dcnet.ops.fused.operands import (
     Kept,
     Operands,
     Options,
-    depends_on_output,
+    arrived,
+    as_arguments,
+    as_options,
     operand_gradients,
-    options_named,
     places,
     vector_places,
     wanted_output,
@@ -31,7 +33,7 @@ from dcnet.ops.fused.operands import (
 from dcnet.ops.fused.plan import Plan
 from dcnet.ops.mean_norm import BatchMean
 
-TENSORS, KEPT = len(Operands._fields), len(Kept._fields)
+TENSORS, KEPT, OPTIONS = len(Operands._fields), len(Kept._fields), 3
 NO_EFFECTS = Effects()
 
 _OPERANDS = "Tensor x, Tensor weight, " + ", ".join(f"Tensor? {name}" for name in Operands._fields[2:])
@@ -45,16 +47,16 @@ _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 
 def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) -> tuple[Tensor, Tensor | None]:
     """The output, and its energy if that is to be left, while a graph is traced."""
-    options = str(tuple(o))  # one argument instead of many, each of which takes time in every call
+    options = as_arguments(o)
     if not differentiable and effects == NO_EFFECTS:
-        out, left = torch.ops.dcnet.decoupled_inference(*t, options)
+        out, left = torch.ops.dcnet.decoupled_inference(*t, *options)
     else:
         tracked, momentum, batches = effects
         mean = (None, None, None) if tracked is None else (tracked.running_norm, tracked.num_batches_tracked, tracked.momentum)
         norm = (None, None) if momentum is None else (t.running_mean, t.running_var)
         if momentum is not None:
             t = t._replace(running_mean=None, running_var=None)
-        out, left, *_ = torch.ops.dcnet.decoupled(*t, *mean, *norm, batches, momentum, options)
+        out, left, *_ = torch.ops.dcnet.decoupled(*t, *mean, *norm, batches, momentum, *options)
     return out, left if o.leaves else None
 
 
@@ -62,8 +64,8 @@ def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) ->
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    t, o = Operands(*arguments[:TENSORS]), options_named(arguments[-1])
-    running_norm, mean_batches, mean_momentum, moving_mean, moving_var, batches, momentum = arguments[TENSORS:-1]
+    t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
+    running_norm, mean_batches, mean_momentum, moving_mean, moving_var, batches, momentum = arguments[TENSORS:-OPTIONS]
     if momentum is not None:
         t = t._replace(running_mean=moving_mean, running_var=moving_var)
     tracked = None if running_norm is None else BatchMean(running_norm, mean_batches, mean_momentum, o.mean_kind == OF_RANKS)
@@ -73,7 +75,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _inference(*arguments: Any) -> tuple[Tensor, Tensor]:
-    t, o = Operands(*arguments[:TENSORS]), options_named(arguments[-1])
+    t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
         out, left, kept = forward(call_of(t, o), t, NO_EFFECTS, keep=False)
     return out, kept.vectors.new_empty(0) if left is None else left
@@ -84,7 +86,7 @@ def _inference_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    t, o = Operands(*arguments[:TENSORS]), options_named(arguments[-1])
+    t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
     unit = torch.empty_like(t.weight, dtype=t.x.dtype)
     dot = convolution(t.x, unit, o)
     norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
@@ -94,14 +96,16 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
-    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-1]), options_named(arguments[-1])
+    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
         gradients = backward(call_of(t, o, kept.dot), e, of_left, t, kept, out, want_x, want_weight, add=False)
-    return tuple([e.new_empty(0) if gradient is None else gradient for gradient in gradients])
+    single = {"products", "mean"}  # float32, whatever the gradient is
+    found = zip(Gradients._fields, gradients, strict=True)
+    return tuple([(kept.vectors if name in single else e).new_empty(0) if gradient is None else gradient for name, gradient in found])
 
 
 def _backward_fake(e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
-    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-1]), options_named(arguments[-1])
+    t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     parts = Plan.parts(t.weight.shape[0] // o.groups)
     return (
         torch.empty_like(t.x) if want_x else e.new_empty(0),
@@ -119,9 +123,9 @@ def _backward_fake(e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x
 class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        t, ctx.options = Operands(*arguments[:TENSORS]), arguments[-1]
+        t, ctx.options = Operands(*arguments[:TENSORS]), arguments[-OPTIONS:]
         out, left, *kept = _below_autograd(*arguments)
-        o = options_named(ctx.options)
+        o = as_options(*ctx.options)
         ctx.mark_non_differentiable(*kept, *[] if o.leaves else [left])
         ctx.set_materialize_grads(False)
         ctx.maps = 0 if t.energy is None else t.energy.shape[0]
@@ -131,23 +135,30 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        *saved, out = ctx.saved_tensors
-        t, kept, o = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:]), options_named(ctx.options)
-        if e is None:
-            e = torch.zeros_like(kept.dot)
-        if of_left is not None:
-            of_left = of_left[:1]  # its maps' gradients are all the same
-        if not depends_on_output(o, of_left):
-            out = None
-        wanted = ctx.needs_input_grad[:TENSORS]
-        gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, of_left, out, *wanted[:2], *saved, ctx.options))
-        if out is None:
-            gradients = gradients._replace(residual=None)
-        if wanted[0] and ctx.maps == 0 and gradients.x is not None and gradients.products is not None:
-            x = t.x.unflatten(1, (o.groups, -1)).float() * gradients.products.unsqueeze(2)
-            gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(t.x.dtype))
-        rest = len(ctx.needs_input_grad) - TENSORS
-        return *operand_gradients(gradients, e, vector_places(t, o), t, o, wanted, ctx.maps), *[None] * rest
+        if not torch.is_grad_enabled():
+            return _gradients(ctx, e, of_left)
+        with torch.no_grad():
+            gradients = _gradients(ctx, e, of_left)
+        return once(gradients, (e, of_left, *ctx.saved_tensors))
+
+
+def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
+    *saved, out = ctx.saved_tensors
+    t, kept, o = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:]), as_options(*ctx.options)
+    e, out = arrived(e, of_left, out, kept.dot, o)
+    if of_left is not None:
+        of_left = of_left[:1]  # a view of the one map there is, where backward has expanded it
+    wanted = ctx.needs_input_grad[:TENSORS]
+    gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, of_left, out, *wanted[:2], *saved, *ctx.options))
+    if out is None:
+        gradients = gradients._replace(residual=None)
+    if wanted[0] and ctx.maps == 0:
+        assert gradients.x is not None
+        assert gradients.products is not None
+        x = t.x.unflatten(1, (o.groups, -1)).float() * gradients.products.unsqueeze(2)
+        gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(t.x.dtype))
+    rest = len(ctx.needs_input_grad) - TENSORS
+    return *operand_gradients(gradients, e, vector_places(t, o), t, o, wanted, ctx.maps), *[None] * rest
 
 
 def _below_autograd(*arguments: Any) -> tuple[Tensor, ...]:
@@ -163,7 +174,8 @@ def _with_gradient(*arguments: Any) -> tuple[Tensor, ...]:
 def _register(name: str, arguments: str, results: int, implementation: Any, fake: Any) -> None:
     # Defined directly rather than by `torch.library.custom_op`, whose checks of every call cost more than the launches.
     # PyTorch's caches on disk know an operator by its name: between releases, one whose results change needs a new name.
-    _LIBRARY.define(f"{name}({arguments}, str options) -> ({', '.join(['Tensor'] * results)})", tags=(torch.Tag.pt2_compliant_tag,))
+    signature = f"{name}({arguments}, str options, float eps, float norm_eps) -> ({', '.join(['Tensor'] * results)})"
+    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dcnet::{name}", fake, lib=_LIBRARY)
 
@@ -172,7 +184,7 @@ _register("decoupled_inference", _OPERANDS, 2, _inference, _inference_fake)
 for _name in ("decoupled", "decoupled_forward"):
     _register(_name, f"{_OPERANDS}, {_EFFECTS}", 2 + KEPT, _forward, _forward_fake)
 _register(
-    "decoupled_backward",  # without a gradient: a second derivative is an error, not a wrong number
+    "decoupled_backward",
     f"Tensor e, Tensor? of_left, Tensor? out, bool want_x, bool want_weight, {_OPERANDS}, {_KEPT}",
     len(Gradients._fields),
     _backward,

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dcnet.ops.fused.fast import aligned
@@ -16,7 +17,7 @@ ALONE, AVERAGES, STATISTICS = range(3)  # what follows: no BatchNorm, one with i
 
 
 class Options(NamedTuple):
-    """What is fixed for a layer."""
+    """What is fixed for a layer at its place in a network."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -34,10 +35,19 @@ class Options(NamedTuple):
     leaves: bool  # whether to leave the energy of the output
 
 
+def as_arguments(o: Options) -> tuple[str, float, float]:
+    """How options go through a graph: one text instead of many arguments, each of which takes time in every call, and what may be symbolic."""
+    return str(tuple(o._replace(eps=0.0, norm_eps=0.0))), o.eps, o.norm_eps
+
+
 @lru_cache(4096)
-def options_named(text: str) -> Options:
-    """The options that make this text, str(tuple(options)): how they go through a graph."""
+def _options_named(text: str) -> Options:
     return Options(*literal_eval(text))
+
+
+def as_options(text: str, eps: float, norm_eps: float) -> Options:
+    """The options that make these arguments."""
+    return _options_named(text)._replace(eps=eps, norm_eps=norm_eps)
 
 
 class Operands(NamedTuple):
@@ -130,9 +140,10 @@ def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
     return out if t.residual is not None and (o.activation != 0 or o.leaves) else None
 
 
-def depends_on_output(o: Options, of_left: Tensor | None) -> bool:
-    """Whether the gradient in front of a residual's addition depends on the sum."""
-    return o.activation != 0 or of_left is not None
+def arrived(e: Tensor | None, of_left: Tensor | None, out: Tensor | None, dot: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
+    """The gradient that came in for the output, zeros if none came; and the output, if the gradient in front of a residual depends on it."""
+    depends = o.activation != 0 or of_left is not None
+    return torch.zeros_like(dot) if e is None else e, out if depends else None
 
 
 def operand_gradients(

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dcnet.ops.fused.fast import Launcher, Memory
 from dcnet.ops.fused.launch import dense, kernel_launchers, like
+from dcnet.ops.fused.once import once
 
 
 @lru_cache(1024)
@@ -27,12 +27,11 @@ class _Unit(torch.autograd.Function):
         return unit
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, e: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
         weight, norm = ctx.saved_tensors
         grad = torch.empty_like(weight)
         ctx.launchers[1](Memory([weight, like(e, weight), grad, norm]))
-        return grad, None, None
+        return once((grad, None, None), (e, weight)) if torch.is_grad_enabled() else (grad, None, None)
 
 
 def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
