@@ -41,10 +41,13 @@ class Unit(Carrying):
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
         if carry is None or touched(self):
             carry = Carry()
-        wanted, carry.wanted = carry.wanted, carries(self.second)
-        y = self.first(x, carry=carry) if carries(self.first) else self.first(x)
+        first, second = self.first, self.second  # each costs a call
+        second_takes = carries(second)
+        wanted, carry.wanted = carry.wanted, second_takes
+        y = first(x, carry=carry) if carries(first) else first(x)
         carry.enter(wanted)
-        return self.second(y, self.shortcut(x), carry=carry) if carries(self.second) else self.second(y, self.shortcut(x))
+        shortcut = self.shortcut(x)
+        return second(y, shortcut, carry=carry) if second_takes else second(y, shortcut)
 
 
 class ResNet(nn.Module):

@@ -23,7 +23,8 @@ class _Eager(torch.autograd.Function):
         t = Operands(*tensors)
         call = ctx.call = call_of(t, options)
         out, left, kept = forward(call, t, effects)
-        ctx.set_materialize_grads(False)
+        if left is not None:
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(*kept, wanted_output(out, t, options), t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope)
         return out, left
 
