@@ -1,6 +1,7 @@
 """Time and peak memory of one case."""
 
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,14 +40,17 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
         for _ in range(3):
             run()
         if device.type == "cuda":
-            results[-1] |= _on_gpu(run)
+            results[-1] |= _memory_and_host(run)
             if case.how == "reduce-overhead":  # a graph's memory stays allocated, and no call asks for more
                 del results[-1]["peak MiB"]
-            if case.mode == "inference":
-                run = _graph(run)  # the host is no part of what inference costs
         runs.append(run)
-    for result, times in zip(results, _times(runs, device, repeats), strict=True):
+    # the host is no part of what inference costs
+    timed = [_graph(run) if device.type == "cuda" and case.mode == "inference" else run for case, run in zip(cases, runs, strict=True)]
+    for result, times in zip(results, _times(timed, device, repeats), strict=True):
         result["milliseconds"] = times
+    if device.type == "cuda":  # last: a profiler slows launches down
+        for result, run in zip(results, runs, strict=True):
+            result["kernels, milliseconds"] = (_kernels(run),) * 3
     return results
 
 
@@ -133,8 +137,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _on_gpu(run: Callable[[], Any]) -> Measures:
-    """Peak memory; what all kernels of a call take together; and what the host takes to launch them, with nothing to wait for."""
+def _memory_and_host(run: Callable[[], Any]) -> Measures:
+    """Peak memory, and what the host takes to launch the kernels of a call, with nothing to wait for."""
     hosts = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -144,11 +148,17 @@ def _on_gpu(run: Callable[[], Any]) -> Measures:
         hosts.append(1e3 * (time.perf_counter() - start))
     torch.cuda.synchronize()
     memory = torch.cuda.max_memory_allocated() / 2**20
+    return {"peak MiB": (memory,) * 3, "host, milliseconds": (min(hosts),) * 3}
+
+
+def _kernels(run: Callable[[], Any]) -> float:
+    """Milliseconds that all kernels of a call take together."""
+    # Unless told so, PyTorch's profiler stays attached to the driver, and the launches of all later cases take longer (pytorch#144455)
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    kernels = sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
-    return {"peak MiB": (memory,) * 3, "kernels, milliseconds": (kernels,) * 3, "host, milliseconds": (min(hosts),) * 3}
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
 
 def _graph(run: Callable[[], Any]) -> Callable[[], Any]:
