@@ -10,7 +10,7 @@ demo: $(READY)
 
 ## test: the whole suite
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 ## slow: the checks that take minutes, such as killing a training run twenty times
 slow: $(READY)

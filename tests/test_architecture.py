@@ -75,7 +75,6 @@ def test_the_test_sees_a_reversed_arrow(tmp_path):
 def test_import_is_light():
     code = """
 import sys, time
-import torch
 start = time.perf_counter()
 import dcnet
 seconds = time.perf_counter() - start
@@ -83,11 +82,12 @@ suspects = ("triton", "dcnet.ops.fused", "matplotlib", "typer", "rich", "torchvi
 heavy = [name for name in suspects if name in sys.modules and name not in before]
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
-print(seconds)
+print(seconds, of_torch)
 """
-    code = "import torch, sys\nbefore = set(sys.modules)\n" + code
-    runs = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(3)]
-    assert min(runs) < 0.3
+    code = "import time\nstart = time.perf_counter()\nimport torch, sys\nof_torch = time.perf_counter() - start\nbefore = set(sys.modules)\n" + code
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    # on a busy machine everything takes longer, PyTorch too
+    assert any(float(seconds) < max(0.3, 0.15 * float(of_torch)) for seconds, of_torch in runs), runs
 
 
 def test_files_fit_on_a_few_screens():
