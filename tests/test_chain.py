@@ -198,6 +198,13 @@ def wrapped(kind, block):
         def forward(self, x, residual=None):
             return super().forward(x, residual)
 
+    class Odd(dcnet.DecoupledConv2d):
+        def forward(self, x, finish=None):
+            return 2.0 * super().forward(x + 1.0, finish)
+
+    if kind == "convolution":
+        block.conv.__class__ = Odd
+        return block
     if kind in ("checkpoint", "reentrant checkpoint"):
         implementation = CheckpointImpl.REENTRANT if kind == "reentrant checkpoint" else CheckpointImpl.NO_REENTRANT
         return checkpoint_wrapper(block, checkpoint_impl=implementation)
@@ -210,7 +217,7 @@ def wrapped(kind, block):
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("kind", ["checkpoint", "reentrant checkpoint", "scaled", "old", "patched"])
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant checkpoint", "scaled", "old", "patched", "convolution"])
 def test_blocks_in_disguise(kind, which):
     """Wrappers and subclasses, which may compute again later or something else: right, if not as fast."""
     found = []

@@ -54,13 +54,8 @@ class Block(Carrying):
         conv, norm = self.conv, self.norm
         if carry is not None and (touched(self) or touched(conv)):
             carry = None
-        if carry is not None and x is not carry.of:
-            carry.energy = None
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            y = conv(x, finish=self._finish(norm, residual, carry))
-            if carry is not None:
-                carry.left_of = y
-            return y
+            return conv(x, finish=self._finish(norm, residual, carry))
         if isinstance(conv, Decoupled) and norm is None and residual is None and self.activation == "relu":
             return conv(x, finish=ONLY_RELU)
         y = conv(x)

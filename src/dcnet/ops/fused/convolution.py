@@ -66,16 +66,16 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     activation = ACTIVATIONS.index(finish.activation)
     geometry = (where.stride, padding, where.dilation, where.groups)
     carry = finish.carry
-    energy = None if carry is None or inputs.x is not x else carry.energy
-    if energy is not None and (where.groups > 1 or energy.shape[1:] != (x.shape[0], 1, *x.shape[2:]) or energy.requires_grad != x.requires_grad):
-        energy = None  # the last where gradients reach x by another way, as in a checkpoint's first forward pass
+    energy = carry.energy if carry is not None and x is carry.of else None  # of this very tensor, and no other
+    if energy is not None and (where.groups > 1 or energy.requires_grad != x.requires_grad):
+        energy = None  # gradients reach x by another way, as in a checkpoint's first forward pass
     leaves = carry is not None and carry.wanted and follows != ALONE and energy_maps(weight.shape[0], where.groups) > 0
     options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names, leaves)
     bias, radius, gamma, beta = _dense_vector(inputs.bias), _dense_vector(radius), _dense_vector(finish.gamma), _dense_vector(finish.beta)
     operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope, energy)
     out, left = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
     if carry is not None:
-        carry.left = left
+        carry.left, carry.left_of = left, out
     return out
 
 
