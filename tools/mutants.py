@@ -222,7 +222,7 @@ MUTANTS = [
         "depends = o.activation != 0",
         "test_chain.py",
     ),
-    Mutant("chain: hooks overlooked", "layers/block.py", "if carry is not None and (touched(self) or touched(conv)):", "if False:", "test_chain.py"),
+    Mutant("chain: hooks overlooked", "layers/block.py", "if carry is not None and (hooked(self) or hooked(conv)):", "if False:", "test_chain.py"),
     Mutant(
         "chain: energies of another tensor",
         "ops/fused/convolution.py",

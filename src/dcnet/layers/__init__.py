@@ -1,6 +1,6 @@
 """Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
 
-from dcnet.layers.block import Block, Carrying, Chain, carries, touched
+from dcnet.layers.block import Block, Carrying, Chain, hooked, takes_carry
 from dcnet.layers.conv import (
     DecoupledConv1d,
     DecoupledConv2d,
@@ -37,15 +37,15 @@ __all__ = [
     "LazyDecoupledConv3d",
     "WeightProjection",
     "average_statistics_",
-    "carries",
     "decouple_",
     "decoupled_layers",
+    "hooked",
     "orthogonal_penalty",
     "orthonormal_penalty",
     "parameter_groups",
     "project_weights_",
     "recalibrate_",
     "sync_norms_",
-    "touched",
+    "takes_carry",
     "weight_gradients_",
 ]

@@ -9,7 +9,7 @@ from dcnet.layers.decoupled import Decoupled
 from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
 
 
-def touched(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether hooks may change what goes into a module or comes out of it, or the gradients there."""
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     return bool(hooks) or nn.modules.module._has_any_global_hook()
@@ -26,7 +26,7 @@ class Carrying(nn.Module):
             cls.carries = False
 
 
-def carries(module: nn.Module) -> bool:
+def takes_carry(module: nn.Module) -> bool:
     """Whether a module takes a `Carry`; wrappers, which pass on what they are asked for, do not."""
     return isinstance(module, Carrying) and type(module).carries
 
@@ -52,7 +52,7 @@ class Block(Carrying):
     def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
         """The finished convolution of x; `carry` is for `Chain`."""
         conv, norm = self.conv, self.norm
-        if carry is not None and (touched(self) or touched(conv)):
+        if carry is not None and (hooked(self) or hooked(conv)):
             carry = None
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             return conv(x, finish=self._finish(norm, residual, carry))
@@ -96,7 +96,7 @@ class Chain(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the last module makes of it."""
-        carry, takes = Carry(), [carries(module) for module in self]
+        carry, takes = Carry(), [takes_carry(module) for module in self]
         for module, takes_it, wanted in zip(self, takes, [*takes, False][1:], strict=True):
             carry.enter(wanted)
             x = module(x, carry=carry) if takes_it else module(x)

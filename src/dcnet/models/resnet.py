@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from dcnet.layers import Carrying, Chain, carries, touched
+from dcnet.layers import Carrying, Chain, hooked, takes_carry
 from dcnet.models.parts import Normalize, Parts
 from dcnet.ops import Carry
 
@@ -39,12 +39,12 @@ class Unit(Carrying):
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else parts.shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
-        if carry is None or touched(self):
+        if carry is None or hooked(self):
             carry = Carry()
         first, second = self.first, self.second  # each costs a call
-        second_takes = carries(second)
+        second_takes = takes_carry(second)
         wanted, carry.wanted = carry.wanted, second_takes
-        y = first(x, carry=carry) if carries(first) else first(x)
+        y = first(x, carry=carry) if takes_carry(first) else first(x)
         carry.enter(wanted)
         shortcut = self.shortcut(x)
         return second(y, shortcut, carry=carry) if second_takes else second(y, shortcut)

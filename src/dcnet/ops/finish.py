@@ -47,7 +47,7 @@ class Finish(NamedTuple):
     activation: str | None = None
     slope: Tensor | None = None
     normalise: bool = True
-    carry: Carry | None = None
+    carry: Carry | None = None  # where energies come from and go to
 
     @property
     def is_relu(self) -> bool:

@@ -13,8 +13,18 @@ from dcnet.ops.fused.call import call_of
 from dcnet.ops.fused.forward import forward
 from dcnet.ops.fused.launch import elsewhere
 from dcnet.ops.fused.library import in_graph
-from dcnet.ops.fused.once import once
+from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.operands import Effects, Kept, Operands, Options, arrived, operand_gradients, wanted_output
+
+
+@differentiable_once
+def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
+    call, wanted = ctx.call, ctx.needs_input_grad[2:]
+    dot, norms, unit, vectors, out, x, weight, bias, radius, mean_norm, learned, slope = ctx.saved_tensors
+    e, out = arrived(e, of_left, out, dot, call.options)
+    t = Operands(x, weight, bias, radius, mean_norm, learned, None, None, None, None, None, slope, None)
+    gradients = backward(call, e, of_left, t, Kept(dot, norms, unit, vectors), out, wanted[0], wanted[1], add=call.maps == 0)
+    return None, None, *operand_gradients(gradients, e, call.of_vectors, t, call.options, wanted, call.maps)
 
 
 class _Eager(torch.autograd.Function):
@@ -28,22 +38,7 @@ class _Eager(torch.autograd.Function):
         ctx.save_for_backward(*kept, wanted_output(out, t, options), t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope)
         return out, left
 
-    @staticmethod
-    def backward(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
-            return _gradients(ctx, e, of_left)
-        with torch.no_grad():
-            gradients = _gradients(ctx, e, of_left)
-        return once(gradients, (e, of_left, *ctx.saved_tensors))
-
-
-def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
-    call, wanted = ctx.call, ctx.needs_input_grad[2:]
-    dot, norms, unit, vectors, out, x, weight, bias, radius, mean_norm, learned, slope = ctx.saved_tensors
-    e, out = arrived(e, of_left, out, dot, call.options)
-    t = Operands(x, weight, bias, radius, mean_norm, learned, None, None, None, None, None, slope, None)
-    gradients = backward(call, e, of_left, t, Kept(dot, norms, unit, vectors), out, wanted[0], wanted[1], add=call.maps == 0)
-    return None, None, *operand_gradients(gradients, e, call.of_vectors, t, call.options, wanted, call.maps)
+    backward = staticmethod(_gradients)
 
 
 # Function.apply without its preparations for function transforms, which `dispatch.py` does not let through to here

@@ -13,7 +13,7 @@ from dcnet.ops.fused.backward import backward
 from dcnet.ops.fused.call import READ_BY_BACKWARD, call_of, convolution
 from dcnet.ops.fused.forward import forward
 from dcnet.ops.fused.launch import energy_maps, on_device
-from dcnet.ops.fused.once import once
+from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.operands import (
     GIVEN,
     OF_RANKS,
@@ -120,29 +120,8 @@ def _backward_fake(e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x
 # -- the gradient ------------------------------------------------------------------------------------------------------
 
 
-class _Traced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        t, ctx.options = Operands(*arguments[:TENSORS]), arguments[-OPTIONS:]
-        out, left, *kept = _below_autograd(*arguments)
-        o = as_options(*ctx.options)
-        ctx.mark_non_differentiable(*kept, *[] if o.leaves else [left])
-        ctx.set_materialize_grads(False)
-        ctx.maps = 0 if t.energy is None else t.energy.shape[0]
-        saved = [tensor if name in READ_BY_BACKWARD else None for name, tensor in zip(Operands._fields, t, strict=True)]
-        ctx.save_for_backward(*saved, *kept, wanted_output(out, t, o))
-        return out, left, *kept
-
-    @staticmethod
-    def backward(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
-            return _gradients(ctx, e, of_left)
-        with torch.no_grad():
-            gradients = _gradients(ctx, e, of_left)
-        return once(gradients, (e, of_left, *ctx.saved_tensors))
-
-
-def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
+@differentiable_once
+def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> tuple[Any, ...]:
     *saved, out = ctx.saved_tensors
     t, kept, o = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:]), as_options(*ctx.options)
     e, out = arrived(e, of_left, out, kept.dot, o)
@@ -159,6 +138,22 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any,
         gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(t.x.dtype))
     rest = len(ctx.needs_input_grad) - TENSORS
     return *operand_gradients(gradients, e, vector_places(t, o), t, o, wanted, ctx.maps), *[None] * rest
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        t, ctx.options = Operands(*arguments[:TENSORS]), arguments[-OPTIONS:]
+        out, left, *kept = _below_autograd(*arguments)
+        o = as_options(*ctx.options)
+        ctx.mark_non_differentiable(*kept, *[] if o.leaves else [left])
+        ctx.set_materialize_grads(False)
+        ctx.maps = 0 if t.energy is None else t.energy.shape[0]
+        saved = [tensor if name in READ_BY_BACKWARD else None for name, tensor in zip(Operands._fields, t, strict=True)]
+        ctx.save_for_backward(*saved, *kept, wanted_output(out, t, o))
+        return out, left, *kept
+
+    backward = staticmethod(_gradients)
 
 
 def _below_autograd(*arguments: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Gradients by kernels have no derivative: who asks for one gets an error, never a number with a part missing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +17,21 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("a second derivative through the fused kernels, which have none; impl='eager' has")
 
 
-def once(gradients: Sequence[Any], depend_on: Iterable[Tensor | None]) -> tuple[Any, ...]:
-    """The gradients, tied to everything they depend on by a derivative that raises; for a backward pass that is itself recorded."""
-    # `once_differentiable` ties them to the incoming gradient alone, which need not require one
-    present = [gradient for gradient in gradients if gradient is not None]
-    tied = iter(_Once.apply(len(present), *present, *[tensor for tensor in depend_on if tensor is not None and tensor.requires_grad]))
-    return tuple([None if gradient is None else next(tied) for gradient in gradients])
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The backward of an autograd function, whose results have a derivative that raises.
+
+    PyTorch's `once_differentiable` ties them to the incoming gradients alone, which need not require one; here they are tied to what was
+    saved as well.
+    """
+
+    def recorded(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():  # nobody records
+            return backward(ctx, *incoming)
+        with torch.no_grad():
+            gradients = backward(ctx, *incoming)
+        depend_on = [tensor for tensor in (*incoming, *ctx.saved_tensors) if tensor is not None and tensor.requires_grad]
+        present = [gradient for gradient in gradients if gradient is not None]
+        tied = iter(_Once.apply(len(present), *present, *depend_on))
+        return tuple([None if gradient is None else next(tied) for gradient in gradients])
+
+    return recorded

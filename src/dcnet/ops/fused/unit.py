@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dcnet.ops.fused.fast import Launcher, Memory
 from dcnet.ops.fused.launch import dense, kernel_launchers, like
-from dcnet.ops.fused.once import once
+from dcnet.ops.fused.once import differentiable_once
 
 
 @lru_cache(1024)
@@ -27,11 +27,12 @@ class _Unit(torch.autograd.Function):
         return unit
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
         weight, norm = ctx.saved_tensors
         grad = torch.empty_like(weight)
         ctx.launchers[1](Memory([weight, like(e, weight), grad, norm]))
-        return once((grad, None, None), (e, weight)) if torch.is_grad_enabled() else (grad, None, None)
+        return grad, None, None
 
 
 def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
