@@ -216,7 +216,7 @@ def wrapped(kind, block):
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
-@pytest.mark.parametrize("which", [(0,), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("which", [pytest.param((0,), marks=pytest.mark.slow), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["checkpoint", "reentrant checkpoint", "scaled", "old", "patched", "convolution"])
 def test_blocks_in_disguise(kind, which):
     """Wrappers and subclasses, which may compute again later or something else: right, if not as fast."""

@@ -207,7 +207,7 @@ class Guards:
             assert whole[self.MARGIN + size :].isnan().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": None}], ids=["", "cumulative"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"momentum": None}], ids=["", "cumulative"])
 def test_nobody_writes_outside(monkeypatch, options):
     from dcnet.ops.fused import backward, forward, launch
 

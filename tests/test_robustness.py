@@ -139,6 +139,7 @@ def test_random_starts_are_reproducible(trained):
     assert not torch.equal(runs[0], runs[2])
 
 
+@pytest.mark.slow
 def test_agreement_with_foolbox(trained):
     foolbox = pytest.importorskip("foolbox", reason="the comparison needs foolbox")
     model, images, labels = (trained[0], trained[1][:100], trained[2][:100])

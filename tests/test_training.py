@@ -280,7 +280,7 @@ def natural(tmp_path_factory):
     return left_by_fgsm(train(tmp_path_factory.mktemp("natural") / "run", **ADVERSARIAL))
 
 
-@pytest.mark.parametrize("kind", ["fgsm", "pgd", "trades"])
+@pytest.mark.parametrize("kind", ["fgsm", "pgd", pytest.param("trades", marks=pytest.mark.slow)])
 def test_adversarial_training(tmp_path, kind, natural):
     """It makes the network harder to fool than natural training does, and moves no statistics on the way."""
     hardened = train(tmp_path / kind, **ADVERSARIAL, adversarial=kind)

@@ -19,7 +19,9 @@ def curve(run):
     return [entry[name] for entry in run.metrics for name in ("train_loss", "test_loss")]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "projection": 3, "orthogonality": 1e-4}], ids=["plainly", "in parts"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"accumulate": 2, "projection": 3, "orthogonality": 1e-4}], ids=["plainly", "in parts"]
+)
 def test_two_processes_are_one(tmp_path, options):
     """torchrun, with norm=None and E{‖x‖} over both: the curve of one process, to rounding."""
     # SGD at a low rate: rounding errors grow with the steps (kinks, 1/‖x‖ of nearly empty patches), and Adam divides gradients by their own size
