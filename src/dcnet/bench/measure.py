@@ -158,6 +158,10 @@ def _kernels(run: Callable[[], Any]) -> float:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    # It detaches, once a thread of its own has asked for that, within a call of CUDA: without one the process would never end
+    for _ in range(20):
+        time.sleep(0.01)
+        torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
 
 
