@@ -1,6 +1,7 @@
 """The recorded passes of the epilogue: nothing of the caller's is written over, and a ReLU in the same pass changes nothing."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -29,25 +30,47 @@ def backward(x, row, e):
     return e * (t + x * slope * row), (e * x * slope * x).sum((0, 3)).unsqueeze(-1)
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
-def test_results_are_right_and_inputs_as_they_were(keep):
-    inputs = {"x": torch.randn(FULL, dtype=torch.float64), "row": torch.randn(3, 5, 1, dtype=torch.float64)}
+def test_results_are_right_and_inputs_as_they_were(keep, once):
+    x, row = {"x": torch.randn(FULL, dtype=torch.float64)}, {"row": torch.randn(3, 5, 1, dtype=torch.float64)}
     later = {"e": torch.randn(FULL, dtype=torch.float64)}
-    pair = record(forward, backward, inputs, later, torch.Size(FULL), keep)
-    before = {name: tensor.clone() for name, tensor in {**inputs, **later}.items()}
+    inputs, same = (x, row) if once else ({**x, **row}, {})
+    pair = record(forward, backward, inputs, later, torch.Size(FULL), keep, once=same)
+    before = {name: tensor.clone() for name, tensor in {**x, **row, **later}.items()}
     y, grad_x = torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
     kept = [torch.empty(FULL, dtype=torch.float64) for _ in range(pair.kept)]
-    (total,) = pair.forward(y, *kept, *inputs.values())
-    (of_row,) = pair.backward(grad_x, *kept, *inputs.values(), *later.values())
-    torch.testing.assert_close((y, total), forward(**inputs))
-    torch.testing.assert_close((grad_x, of_row), backward(**inputs, **later))
-    for name, tensor in {**inputs, **later}.items():
+    ahead, behind = pair.forward(*same.values()), pair.backward(*same.values())
+    for _ in range(2):  # what is made ready is there for every piece
+        (total,) = ahead(y, *kept, *inputs.values())
+        (of_row,) = behind(grad_x, *kept, *inputs.values(), *later.values())
+        torch.testing.assert_close((y, total), forward(**x, **row))
+        torch.testing.assert_close((grad_x, of_row), backward(**x, **row, **later))
+        of_row.zero_()  # the caller's own
+    for name, tensor in {**x, **row, **later}.items():
         assert torch.equal(tensor, before[name]), name
     if keep:  # the one slow function, and backward takes it from there
         (t,) = kept
-        torch.testing.assert_close(t, torch.tanh(inputs["x"] * inputs["row"]))
-        pair.backward(grad_x, torch.zeros(FULL, dtype=torch.float64), *inputs.values(), *later.values())
-        torch.testing.assert_close(grad_x, later["e"] * inputs["x"] * inputs["row"])
+        torch.testing.assert_close(t, torch.tanh(x["x"] * row["row"]))
+        behind(grad_x, torch.zeros(FULL, dtype=torch.float64), *inputs.values(), *later.values())
+        torch.testing.assert_close(grad_x, later["e"] * x["x"] * row["row"])
+
+
+def test_what_is_the_same_for_every_piece_is_computed_once():
+    def formula(x, row):
+        tripled = torch.exp(row) * 3.0
+        return x * tripled + tripled, tripled
+
+    one = torch.ones(FULL, dtype=torch.float64)
+    pair = record(formula, lambda x, e, row: (e * row,), {"x": one}, {"e": one}, torch.Size(FULL), True, once={"row": one[0, ..., :1]})
+    row = torch.randn(3, 5, 1, dtype=torch.float64)
+    program, expected = pair.forward(row), torch.exp(row) * 3.0
+    row.zero_()  # too late
+    for _ in range(2):
+        x, y = torch.randn(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
+        (tripled,) = program(y, x)
+        torch.testing.assert_close((y, tripled), (x * expected + expected, expected))
+        tripled.zero_()  # the caller's own: the next piece is none the worse
 
 
 def test_what_is_kept_stays():
@@ -63,9 +86,14 @@ def test_what_is_kept_stays():
         keep=True,
     )
     x, y, kept = torch.randn(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
-    pair.forward(y, kept, x)
+    pair.forward()(y, kept, x)
     torch.testing.assert_close(kept, torch.tanh(x))  # the product that reads it last does not write over it
     torch.testing.assert_close(y, *forward(x))
+
+
+def run_of(program):
+    """The module behind the pass over a piece."""
+    return inspect.getclosurevars(program).nonlocals["run"].__self__
 
 
 def test_a_number_of_one_and_repetitions_cost_nothing():
@@ -80,7 +108,7 @@ def test_a_number_of_one_and_repetitions_cost_nothing():
         torch.Size(FULL),
         keep=True,
     )
-    operations = [node for node in pair.forward.__self__.graph.nodes if node.op.startswith("call")]
+    operations = [node for node in run_of(pair.forward).graph.nodes if node.op.startswith("call")]
     assert len(operations) == 3  # tanh, one product, one sum
     assert pair.kept == 0  # no gradient needs it
 

@@ -17,8 +17,8 @@ def decouple(inputs: Inputs) -> Tensor:
     if operator.is_inner_product:
         y = convolve(inputs.x, inner_product_kernel(inputs), inputs.bias, where)
         return y if finish is None else finish.apply(y)
-    w_norm = kernel_norm(weight, inputs.eps)
-    dot, squares = _dot_and_squares(inputs.x, unit_kernel(weight, w_norm), where)
+    unit, w_norm = unit_kernel(weight, inputs.eps)
+    dot, squares = _dot_and_squares(inputs.x, unit, where)
     norms = root(box_sum(squares, where), inputs.eps)
     rho, radius = inputs.radii(norms)
     relu = finish is not None and finish.is_relu
@@ -31,6 +31,7 @@ def decouple(inputs: Inputs) -> Tensor:
         radius=radius,
         bias=inputs.bias,
         learned=inputs.learned,
+        eps=inputs.eps,
         relu=relu,
     )
     return y if finish is None or relu else finish.apply(y)
@@ -73,15 +74,51 @@ def _dot_and_squares(x: Tensor, kernel: Tensor, where: Geometry) -> tuple[Tensor
     return _DotAndSquares.apply(x, kernel, where)
 
 
-def unit_kernel(weight: Tensor, w_norm: Tensor) -> Tensor:
-    """w/‖w‖ in the dtype of w. Normalised before the convolution, not after it: the dot product of a bounded operator
+class _UnitKernel(torch.autograd.Function):
+    """w/‖w‖ and ‖w‖, in few operations: for a small batch those on kernels take as long as those on maps."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        w_norm = kernel_norm(weight, eps)
+        ctx.eps = eps
+        ctx.save_for_backward(weight, w_norm)
+        ctx.set_materialize_grads(False)  # few operators use ‖w‖
+        return _normalised(weight, inverse(w_norm, eps)), w_norm
+
+    @staticmethod
+    def backward(ctx: Any, of_unit: Tensor | None, of_norm: Tensor | None) -> tuple[Tensor, None]:
+        weight, w_norm = ctx.saved_tensors
+        one_over_norm, exact = inverse(w_norm, ctx.eps), weight.to(w_norm.dtype)
+        # ‖w‖ has the slope w/‖w‖; w/‖w‖ has 1/‖w‖ less what goes into its length
+        along = torch.zeros_like(w_norm) if of_norm is None else of_norm * one_over_norm
+        if of_unit is None:
+            return (exact * _per_kernel(along, weight)).to(weight.dtype), None
+        of_unit = of_unit.to(w_norm.dtype)
+        along = along - (of_unit * exact).flatten(1).sum(1) * one_over_norm.pow(3)
+        grad = (of_unit * _per_kernel(one_over_norm, weight)).addcmul_(exact, _per_kernel(along, weight))
+        return grad.to(weight.dtype), None
+
+
+def unit_kernel(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """w/‖w‖ in the dtype of w, and ‖w‖. Normalised before the convolution, not after it: the dot product of a bounded operator
     then cannot overflow because of a large kernel, and its gradient in ‖w‖ costs a pass over w, not over the output."""
-    return (weight.to(w_norm.dtype) * inverse(w_norm).reshape(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
+    if plain_autograd():
+        w_norm = kernel_norm(weight, eps)
+        return _normalised(weight, inverse(w_norm, eps)), w_norm
+    return _UnitKernel.apply(weight, eps)
+
+
+def _normalised(weight: Tensor, one_over_norm: Tensor) -> Tensor:
+    return (weight.to(one_over_norm.dtype) * _per_kernel(one_over_norm, weight)).to(weight.dtype)
+
+
+def _per_kernel(values: Tensor, weight: Tensor) -> Tensor:
+    return values.reshape(-1, *[1] * (weight.dim() - 1))
 
 
 def inner_product_kernel(inputs: Inputs) -> Tensor:
     """The kernel whose plain convolution is LinearConv with cosine; every weighting puts ‖w‖ back once."""
     weight, alpha = inputs.weight, inputs.operator.magnitude.value("alpha", 1.0)
     if inputs.operator.weighting is None:
-        weight = unit_kernel(weight, kernel_norm(weight, inputs.eps))
+        weight, _ = unit_kernel(weight, inputs.eps)
     return weight if alpha == 1.0 else (weight.to(compute_dtype(weight)) * alpha).to(weight.dtype)

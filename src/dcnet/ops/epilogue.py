@@ -38,6 +38,7 @@ def epilogue(
     radius: Tensor | None,
     bias: Tensor | None,
     learned: Mapping[str, Tensor],
+    eps: float,
     relu: bool = False,
 ) -> Tensor:
     """y = s·h(t·n, ρ)·g(d/n) + b in the shape, dtype and memory format of the dot product; max(y, 0) with `relu`.
@@ -51,7 +52,7 @@ def epilogue(
     if plain_autograd():  # no pieces; and no reshaping, which torch.compile cannot see through when sizes are unknown
         n = norms if groups == 1 else norms.repeat_interleave(kernels, 1)
         values = [None if v is None else v.to(n.dtype).reshape(channels, *[1] * len(positions)) for v in vectors]
-        y = _value(operator, _cosine(dot, inverse(n)), n, *values).to(dot.dtype)
+        y = _value(operator, _cosine(dot, inverse(n, eps)), n, *values).to(dot.dtype)
         return torch.relu(y) if relu else y
     by_channel = _channels_last(dot)
     if by_channel:  # rows of channels: (N·positions, groups, kernels)
@@ -64,7 +65,7 @@ def epilogue(
     def per_kernel(v: Tensor | None) -> Tensor | None:
         return None if v is None else v.to(n.dtype).reshape((groups, kernels) if by_channel else (groups, kernels, 1))
 
-    y = _Epilogue.apply(operator, relu, torch.is_grad_enabled(), d, n, *map(per_kernel, vectors))
+    y = _Epilogue.apply(operator, relu, eps, torch.is_grad_enabled(), d, n, *map(per_kernel, vectors))
     if by_channel:
         return y.reshape(batch, *positions, channels).movedim(-1, 1)
     return y.reshape(dot.shape)
@@ -90,19 +91,23 @@ class _Epilogue(torch.autograd.Function):
     """Acts on d (rows, groups, kernels[, positions]), n (rows, groups, 1[, positions]), vectors (groups, kernels[, 1])."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, relu: bool, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, operator: Operator, relu: bool, eps: float, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
         given = [v for v in vectors if v is not None]
-        wanted = ctx.needs_input_grad[3:]  # set under no_grad too, hence `differentiable`
+        wanted = ctx.needs_input_grad[4:]  # set under no_grad too, hence `differentiable`
         kind = _Kind(operator, relu, d.dim(), tuple(v is not None for v in vectors), wanted, d.dtype == n.dtype)
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
-        program, _, count = _programs(kind, not on_cpu, on_cpu and differentiable and any(wanted))
+        keep = on_cpu and differentiable and any(wanted)
+        clamped = not on_cpu  # whether |d/n| ≥ 1 somewhere, maybe; asking another device would mean waiting for it
+        programs = _programs(kind, clamped, keep)
+        program, count = programs.forward(*given), programs.kept
         y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
-        one_over_n = inverse(n)
-        within = on_cpu  # whether no clamp of cos θ holds anywhere; asking another device would mean waiting for it
-        for piece in pieces(d):
-            ((least, greatest),) = program(*(full[piece] for full in (y, *kept, d, n, one_over_n)), *given)
-            within = within and least.item() > -1.0 and greatest.item() < 1.0
-        ctx.kind, ctx.within = kind, within
+        one_over_n = inverse(n, eps)
+        for parts in pieces(y, *kept, d, n, one_over_n):
+            (extremes,) = program(*parts)
+            if not clamped and not -1.0 < extremes[0].item() <= extremes[1].item() < 1.0:
+                clamped, program = True, _programs(kind, True, keep).forward(*given)
+                program(*parts)
+        ctx.kind, ctx.eps, ctx.clamped = kind, eps, clamped
         ctx.save_for_backward(d, n, y if relu else None, *vectors, *kept)
         return y
 
@@ -111,48 +116,50 @@ class _Epilogue(torch.autograd.Function):
         kind = ctx.kind
         d, n, y, *rest = ctx.saved_tensors
         vectors, kept = rest[: len(kind.there)], rest[len(kind.there) :]
-        one_over_n = inverse(n)
+        one_over_n = inverse(n, ctx.eps)
         # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place;
         # a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
         if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(e):
             of_d, *others = _gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
-            return None, None, None, None if of_d is None else of_d.to(d.dtype), *others
-        _, program, _ = _programs(kind, not ctx.within, bool(kept))
+            return None, None, None, None, None if of_d is None else of_d.to(d.dtype), *others
+        program = _programs(kind, ctx.clamped, bool(kept)).backward(*(v for v in vectors if v is not None))
         grad_d = [torch.empty_like(d)] if kind.wanted[0] else []
-        grad_n = torch.empty_like(n) if kind.wanted[1] else None
-        given, later = [v for v in vectors if v is not None], [full for full in (y, e) if full is not None]
+        later = [full for full in (y, e) if full is not None]
         sums: list[Any] = [torch.zeros_like(v) if want and not d.numel() else None for v, want in zip(vectors, kind.wanted[2:], strict=True)]
-        for piece in pieces(d):
-            parts = [full[piece] for full in (*grad_d, *kept, d, n, one_over_n)]
-            of_n, *of_vectors = program(*parts, *given, *(full[piece].to(n.dtype) for full in later))
-            if grad_n is not None:
-                grad_n[piece] = of_n
+        of_rows = []
+        for parts in pieces(*grad_d, *kept, d, n, one_over_n, *later):
+            of_n, *of_vectors = program(*parts[: -len(later)], *(part.to(n.dtype) for part in parts[-len(later) :]))
+            of_rows.append(of_n)
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, of_vectors, strict=True)]
-        return None, None, None, grad_d[0] if grad_d else None, grad_n, *sums
+        grad_n = (torch.cat(of_rows) if of_rows else torch.zeros_like(n)) if kind.wanted[1] else None
+        return None, None, None, None, grad_d[0] if grad_d else None, grad_n, *sums
 
 
 @lru_cache(maxsize=1024)
-def _programs(kind: _Kind, masked: bool, keep: bool) -> Pair:
-    """The passes: `_value` with the extremes of cos θ, and `_gradients`."""
+def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
+    """The passes: `_value`, with the extremes of d/n where that is not clamped, and `_gradients`."""
     d = torch.ones((2, 3, 5, 7)[: kind.dims], dtype=torch.float64)
     per_kernel = d[0, ..., :1] if kind.dims == 4 else d[0]
     inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
     vectors = {f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)}  # in the order of `_value`'s
 
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
-        c = _cosine(d, one_over_n)
-        extremes = torch.aminmax(c)
+        c = _cosine(d, one_over_n, clamped)
+        extremes = None if clamped else torch.aminmax(c)
         y = _value(kind.operator, c, n, *vectors.values())
         return y.clamp(min=0.0) if kind.relu else y, extremes
 
-    def backward(**everything: Any) -> tuple[Any, ...]:
-        return _gradients(kind, masked, *everything.values())
+    def backward(d: Any, n: Any, one_over_n: Any, y: Any, e: Any, **vectors: Any) -> tuple[Any, ...]:
+        return _gradients(kind, clamped, d, n, one_over_n, *vectors.values(), y, e)
 
-    return record(forward, backward, {**inputs, **vectors}, {"y": d if kind.relu else None, "e": d}, d.shape, keep, kind.direct)
+    later = {"y": d if kind.relu else None, "e": d}
+    # n·(1/n) is 1, or 0 where both are, and d with them
+    return record(forward, backward, inputs, later, d.shape, keep, kind.direct, once=vectors, inverses=("n", "one_over_n"))
 
 
-def _cosine(d: Any, one_over_n: Any) -> Any:
-    return (d * one_over_n).clamp(-1.0, 1.0)
+def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
+    c = d * one_over_n
+    return c.clamp(-1.0, 1.0) if clamped else c
 
 
 def _value(operator: Operator, c: Any, n: Any, factor: Any, gain: Any, radius: Any, bias: Any, *learned: Any) -> Any:
@@ -165,10 +172,10 @@ def _value(operator: Operator, c: Any, n: Any, factor: Any, gain: Any, radius: A
     return y if bias is None else y + bias
 
 
-def _gradients(kind: _Kind, masked: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
+def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
     """The gradients in (d, n, factor, gain, radius, bias, *learned), None where not wanted; see the top of the file.
 
-    masked: whether a clamp of cos θ may hold somewhere, which lets no gradient through. The last arguments are the output where it is a
+    clamped: whether a clamp of cos θ may hold somewhere, which lets no gradient through. The last arguments are the output where it is a
     ReLU's, and the incoming gradient.
     """
     factor, gain, radius, _, *learned, y, e = rest
@@ -178,7 +185,7 @@ def _gradients(kind: _Kind, masked: bool, d: Any, n: Any, one_over_n: Any, *rest
     want_d, want_n, want_factor, want_gain, want_radius, want_bias, *want_learned = kind.wanted
     magnitude, angular = operator.formulas()
     of_h, of_g = _split(operator, tuple(learned))
-    c = _cosine(d, one_over_n)
+    c = _cosine(d, one_over_n, clamped)
     h, h_n, *h_rest = magnitude(n if gain is None else n * gain, radius, *of_h)
     g, g_c, *g_rest = angular(c, None, *of_g)
 
@@ -186,7 +193,7 @@ def _gradients(kind: _Kind, masked: bool, d: Any, n: Any, one_over_n: Any, *rest
     grad_h = es * g
     grad_g = _times(es, h)
     grad_c = _times(grad_g, g_c)
-    if masked:  # hardtanh's gradient is the clamp's: 0 where |d/n| ≥ 1
+    if clamped:  # hardtanh's gradient is the clamp's: 0 where |d/n| ≥ 1
         grad_c = torch.ops.aten.hardtanh_backward(grad_c, d * one_over_n, -1.0, 1.0)
     grad_d = grad_c * one_over_n
 

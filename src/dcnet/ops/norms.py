@@ -34,8 +34,8 @@ def plain_autograd() -> bool:
 def squares_in_pieces(x: Tensor, groups: int) -> Tensor:
     """Σ over each group's channels of x², in the compute dtype; not for autograd."""
     squares = torch.empty((x.shape[0], groups, *x.shape[2:]), dtype=compute_dtype(x), device=x.device)
-    for piece in pieces(x):
-        torch.sum(x[piece].to(squares.dtype).square().unflatten(1, (groups, -1)), 2, out=squares[piece])
+    for part, sums in pieces(x, squares):
+        torch.sum(part.to(squares.dtype).square().unflatten(1, (groups, -1)), 2, out=sums)
     return squares if x.numel() else squares.zero_()
 
 
@@ -70,8 +70,10 @@ def root(squares: Tensor, eps: float) -> Tensor:
     return torch.where(nonzero, torch.where(nonzero, squares, 1.0).sqrt(), 0.0)
 
 
-def inverse(norm: Tensor) -> Tensor:
-    """1/norm, and 0 where the norm is 0 (possible with eps = 0 only)."""
+def inverse(norm: Tensor, eps: float) -> Tensor:
+    """1/norm, and 0 where the norm is 0, which without eps it may be."""
+    if eps > 0.0:
+        return norm.reciprocal()
     nonzero = norm > 0.0
     return torch.where(nonzero, torch.where(nonzero, norm, 1.0).reciprocal(), 0.0)
 

@@ -10,9 +10,11 @@ from torch import Tensor
 PIECE = 262144
 
 
-def pieces(x: Tensor) -> Iterator[slice]:
-    """Slices of the first dimension; all of it at once where there is no CPU cache to fit."""
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors piece by piece along their first dimension, by the size of the first; whole where there is no CPU cache to fit."""
+    x = tensors[0]
     per_piece = PIECE * torch.get_num_threads() if x.device.type == "cpu" else x.numel()
     rows = max(1, per_piece * x.shape[0] // max(1, x.numel()))
-    for start in range(0, x.shape[0] if x.numel() else 0, rows):
-        yield slice(start, start + rows)
+    if x.numel() == 0:
+        return iter(())
+    return iter([tensors]) if rows >= x.shape[0] else zip(*(tensor.split(rows) for tensor in tensors), strict=True)

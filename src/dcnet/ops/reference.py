@@ -28,12 +28,12 @@ def decouple(inputs: Inputs) -> Tensor:
         return v.to(exact).reshape(1, where.groups, -1, *positions)
 
     w_norm = kernel_norm(weight, inputs.eps)
-    unit = weight.to(exact).flatten(1) * inverse(w_norm).unsqueeze(1)
+    unit = weight.to(exact).flatten(1) * inverse(w_norm, inputs.eps).unsqueeze(1)
     unit = unit.to(weight.dtype).unflatten(0, (where.groups, -1))  # (groups, kernels, patch)
     dot = torch.einsum("ng...i,gki->ngk...", patches, unit)
     n = root(patches.to(exact).square().sum(-1), inputs.eps).unsqueeze(2)
 
-    c = (dot.to(exact) * inverse(n)).clamp(-1.0, 1.0)
+    c = (dot.to(exact) * inverse(n, inputs.eps)).clamp(-1.0, 1.0)
     rho, radius = inputs.radii(n.squeeze(2))
     learned = {name: per_kernel(value) for name, value in inputs.learned.items()}
     bent = n * per_kernel(w_norm) if operator.weighting == "joint" else n
