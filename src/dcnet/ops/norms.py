@@ -88,9 +88,11 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
 
     Pooling and slices, not a convolution with ones: a convolution may round to bf16 under autocast, or to TF32.
     """
-    if where.dims == 0:
-        return maps
     maps = where.pad(maps)
+    if all(size == step == 1 for size, step in zip(where.kernel_size, where.stride, strict=True)):  # no dimensions included
+        return maps
+    if maps.device.type == "cpu" and all(step == 1 for step in where.stride) and max(where.kernel_size) <= 7 and not plain_autograd():
+        return _BoxSum.apply(maps, where.kernel_size, where.dilation)
     # torch.compile fuses the slices; its own pooling trips over maps with one channel and unknown sizes
     if all(d == 1 for d in where.dilation) and not torch.compiler.is_compiling():
         if where.dims == 3:
@@ -98,12 +100,31 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
         if where.dims == 2:
             return F.avg_pool2d(maps, where.kernel_size, where.stride, divisor_override=1)
         return F.avg_pool2d(maps.unsqueeze(2), (1, *where.kernel_size), (1, *where.stride), divisor_override=1).squeeze(2)
-    for i, (size, step, dilation) in enumerate(zip(where.kernel_size, where.stride, where.dilation, strict=True)):
-        dim = maps.dim() - where.dims + i
-        positions = (maps.shape[dim] - dilation * (size - 1) - 1) // step + 1
+    return _sum_of_slices(maps, where.kernel_size, where.stride, where.dilation)
+
+
+class _BoxSum(torch.autograd.Function):
+    """The sum over every window, one step apart: slices, one dimension after another, which a CPU does five times faster than pooling."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+        ctx.windows = kernel_size, dilation
+        return _sum_of_slices(maps, kernel_size, (1,) * len(kernel_size), dilation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # as many windows hold a value as values are in a window: the same sums again, of the gradient with zeros around
+        spans = [(size - 1) * dilation for size, dilation in zip(*ctx.windows, strict=True)]
+        return _BoxSum.apply(F.pad(grad, [span for span in reversed(spans) for _ in range(2)]), *ctx.windows), None, None
+
+
+def _sum_of_slices(maps: Tensor, kernel_size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+    for i, (size, step, apart) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
+        dim = maps.dim() - len(kernel_size) + i
+        positions = (maps.shape[dim] - apart * (size - 1) - 1) // step + 1
         span = step * (positions - 1) + 1
         lead = (slice(None),) * dim
-        maps = reduce(torch.add, [maps[*lead, slice(j * dilation, j * dilation + span, step)] for j in range(size)])
+        maps = reduce(torch.add, [maps[*lead, slice(j * apart, j * apart + span, step)] for j in range(size)])
     return maps
 
 

@@ -130,8 +130,9 @@ def _cut(
     for node in graph.nodes:
         if node in needed and node not in copies and node.op != "output":
             copies[node] = part.node_copy(node, copies.__getitem__)
+    wanted = {copies[result] for result in (*outs, *results) if isinstance(result, fx.Node)}
     for number, (node, place) in enumerate(zip(outs, places, strict=True)):
-        _write_to(part, copies[node], place, direct or number > 0)
+        _write_to(part, copies[node], place, direct or number > 0, wanted)
     # a result that comes twice, or to every piece, comes as a tensor of its own, which the caller may change
     distinct: list[Any] = []
     for result in results:
@@ -167,14 +168,26 @@ def _ready(graph: fx.Graph, once: Sequence[fx.Node], needed: set[fx.Node]) -> li
     return [node for node in graph.nodes if node in known and node not in once and any(user in needed and user not in known for user in node.users)]
 
 
-def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool) -> None:
-    """Lets a result be written to a place, directly where that can be."""
-    if direct and node.target in _VARIANTS and node.meta["full"] and isinstance(node.args[0], fx.Node) and "out" not in node.kwargs:
-        node.op, node.target = "call_function", _VARIANTS[node.target][1]
-        node.kwargs = {**node.kwargs, "out": place}
-    else:
+def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, wanted: set[fx.Node]) -> None:
+    """Lets a result be written to a place, directly where that can be, and before it what it alone is made of."""
+
+    def can_be(node: Any) -> bool:
+        return isinstance(node, fx.Node) and node.target in _VARIANTS and node.meta["full"] and node.meta["arithmetic"] and "out" not in node.kwargs
+
+    if not (direct and can_be(node) and isinstance(node.args[0], fx.Node)):
         with graph.inserting_after(node):
             graph.call_method("copy_", (place, node))
+        return
+    order = {other: number for number, other in enumerate(graph.nodes)}
+    while True:
+        node.op, node.target = "call_function", _VARIANTS[node.target][1]
+        node.kwargs = {**node.kwargs, "out": place}
+        made_of = node.args[0]
+        if not can_be(made_of) or made_of in wanted or not isinstance(made_of.args[0], fx.Node):
+            return
+        if any(order[user] > order[node] for user in made_of.users):
+            return
+        node = made_of
 
 
 def _write_over(graph: fx.Graph) -> None:
