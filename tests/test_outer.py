@@ -1,10 +1,11 @@
 """tanh of a product by few points: as exact as tanh, and out of the way where it is not."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from helpers import OPERATORS, Case, as_float64, assert_within_rule, operands, run
+from helpers import Case, as_float64, assert_within_rule, operands, run
 
 from dcnet.ops import outer
 from dcnet.ops.outer import Points, tanh_of_product
@@ -93,7 +94,7 @@ def test_autocast_and_reduced_precision_leave_it_alone(monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(tanh_of_product(n, Points(q)), expected)
     before = torch.backends.mkldnn.matmul.fp32_precision
-    monkeypatch.setattr(torch, "baddbmm", lambda *_, **__: pytest.fail("a matrix product that may round to bfloat16"))
+    monkeypatch.setattr(torch, "bmm", lambda *_, **__: pytest.fail("a matrix product that may round to bfloat16"))
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         torch.testing.assert_close(tanh_of_product(n, Points(q)), expected, rtol=1e-6, atol=0)
@@ -101,18 +102,28 @@ def test_autocast_and_reduced_precision_leave_it_alone(monkeypatch):
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("least", [1.0, 0.15])  # with the smaller one most of tanh is all but 1
+MAPS = Case(2, (4, 16, 10, 10), (64, 8, 3, 3), True, (("padding", 1), ("groups", 2)))
+FEW_POSITIONS = Case(1, (128, 4, 9), (64, 4, 3), True, (("padding", 1),))
+CASES = {"maps": MAPS, "channels last": replace(MAPS, channels_last=True), "few positions": FEW_POSITIONS}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("least", [1.0, 0.15, 0.05])  # with the smaller ones most of tanh is all but 1
 @pytest.mark.parametrize("ratio", [1.0, 1.2, 3.0])
-@pytest.mark.parametrize(("magnitude", "angular", "weighting"), [(m, a, w) for m, a, w in OPERATORS if m == "tanh" and a in ("cosine", "linear")])
-def test_layers(magnitude, angular, weighting, ratio, least, channels_last, monkeypatch):
+@pytest.mark.parametrize(("angular", "weighting"), [("cosine", None), ("linear", "separate"), ("cosine", "joint")])
+def test_layers(angular, weighting, ratio, least, case, monkeypatch):
     monkeypatch.setattr("dcnet.ops.pieces.PIECE", 8_000)
     used = []
-    monkeypatch.setattr("dcnet.ops.outer.torch.baddbmm", lambda *a, product=torch.baddbmm, **k: used.append(1) or product(*a, **k))
-    case = Case(2, (4, 16, 10, 10), (64, 8, 3, 3), True, (("padding", 1), ("groups", 2)), channels_last)
-    tensors = operands(case, magnitude, angular, torch.float32)
+    monkeypatch.setattr("dcnet.ops.outer.torch.bmm", lambda *a, product=torch.bmm, **k: used.append(1) or product(*a, **k))
+    tensors = operands(case, "tanh", angular, torch.float32)
     tensors["radius"] = (least * torch.linspace(1.0, ratio, 64)).requires_grad_()
-    exact = run(case, as_float64(tensors), magnitude, angular, weighting, "reference")
-    reference = run(case, tensors, magnitude, angular, weighting, "reference")
-    assert_within_rule(run(case, tensors, magnitude, angular, weighting, "eager"), reference, exact)
+    exact = run(case, as_float64(tensors), "tanh", angular, weighting, "reference")
+    reference = run(case, tensors, "tanh", angular, weighting, "reference")
+    assert_within_rule(run(case, tensors, "tanh", angular, weighting, "eager"), reference, exact)
     assert bool(used) == (ratio > 1.1 and weighting != "joint")  # a product of three there
+
+
+def test_another_default_device():
+    n, q = numbers(4.0)
+    with torch.device("meta"):
+        assert tanh_of_product(n, Points(q)).device == n.device

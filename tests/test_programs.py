@@ -73,6 +73,26 @@ def test_what_is_the_same_for_every_piece_is_computed_once():
         tripled.zero_()  # the caller's own: the next piece is none the worse
 
 
+def test_what_is_read_later_or_handed_out_is_not_written_over():
+    def formula(x, row):
+        doubled, tripled = x * 2.0, x * 3.0
+        y = (tripled - row) * row
+        return (doubled + 1.0) * row, doubled, (y * tripled).sum(0)
+
+    def later(x, row, e):
+        a = e * row
+        return a + 1.0, (a * x).sum(0)
+
+    one = torch.ones(FULL, dtype=torch.float64)
+    pair = record(formula, later, {"x": one, "row": one[0, ..., :1]}, {"e": one}, torch.Size(FULL), True)
+    x, row, e = torch.randn(FULL, dtype=torch.float64), torch.randn(3, 5, 1, dtype=torch.float64), torch.randn(FULL, dtype=torch.float64)
+    y, grad_x = torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
+    results = pair.forward()(y, x, row)
+    torch.testing.assert_close((y, *results), formula(x, row))
+    (total,) = pair.backward()(grad_x, x, row, e)
+    torch.testing.assert_close((grad_x, total), later(x, row, e))
+
+
 def test_what_is_kept_stays():
     def forward(x):
         return (torch.tanh(x) * x + 2.0,)
@@ -167,6 +187,31 @@ def test_relu_of_a_clamped_angle():
     assert torch.equal(x.grad, torch.ones_like(x))  # h' alone: cos θ is stuck at 1
 
 
+def test_angles_beyond_one_in_one_piece(monkeypatch):
+    """Rounding brings d/n above 1 in some of the patches of the third image, and nowhere else."""
+    monkeypatch.setattr("dcnet.ops.pieces.PIECE", 128)
+    torch.manual_seed(0)
+    layer = dcnet.DecoupledConv2d(16, 4, 1, angular="linear", eps=0.0, impl="eager")
+    reference = copy.deepcopy(layer)
+    reference.impl = "reference"
+    x = torch.randn(5, 16, 8, 8)
+    x[2] = layer.weight.detach()[0].reshape(16, 1, 1) * torch.rand(8, 8)
+    unit = layer.weight.detach() / layer.weight.detach().flatten(1).norm(dim=1).reshape(4, 1, 1, 1)
+    beyond = nn.functional.conv2d(x, unit) / x.square().sum(1, keepdim=True).sqrt() > 1.0
+    others = [0, 1, 3, 4]
+    assert beyond[2].any()
+    assert not beyond[others].any()
+    results = []
+    for each in (layer, reference):
+        given = x.clone().requires_grad_()
+        y = each(given)
+        y.sum().backward()
+        results.append((y.detach(), given.grad, each.weight.grad))
+    assert all(result.isfinite().all() for result in results[0])
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-3)  # asin is steep at 1
+    torch.testing.assert_close(results[0][1][others], results[1][1][others], rtol=1e-3, atol=1e-4)
+
+
 def test_half_precision_block():
     torch.manual_seed(0)
     layer = dcnet.DecoupledConv2d(4, 6, 3, padding=1)
@@ -190,6 +235,12 @@ def register_awkward():
         """min(‖x‖/ρ, 1)"""
         inside = n < rho
         return m.minimum(n / rho, 1.0), inside / rho, -(inside / rho) * n / rho
+
+    @dcnet.magnitude
+    def clamped(n, rho):
+        """‖x‖·max(ρ, 0.1): a clamp before the first piece"""
+        r = m.maximum(rho, 0.1)
+        return n * r, r, n * m.step(rho - 0.1)
 
     @dcnet.angular
     def kinked(c):
@@ -216,7 +267,15 @@ def register_awkward():
 
 @pytest.mark.parametrize(
     ("magnitude", "angular"),
-    [("hat", "cosine"), ("sphere", "kinked"), ("tanh", "kinked"), ("tanh", "leaky"), ("tanh", "plus"), ("sphere", "shifted:bias=learned")],
+    [
+        ("hat", "cosine"),
+        ("clamped", "cosine"),
+        ("sphere", "kinked"),
+        ("tanh", "kinked"),
+        ("tanh", "leaky"),
+        ("tanh", "plus"),
+        ("sphere", "shifted:bias=learned"),
+    ],
 )
 def test_awkward_formulas(magnitude, angular, monkeypatch):
     register_awkward()
@@ -240,6 +299,44 @@ def test_batched_gradients_of_a_convolution():
     x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
     both = [torch.autograd.functional.jacobian(layer, x, vectorize=vectorize) for vectorize in (False, True)]
     torch.testing.assert_close(*both)
+
+
+@pytest.mark.parametrize("weighting", [None, "linear", "joint"])
+def test_batched_gradients_of_kernels(weighting):
+    x, weight = torch.randn(2, 2, 4, 4, dtype=torch.float64), torch.randn(4, 2, 3, 3, dtype=torch.float64)
+
+    def of(weight):
+        return dcnet.decoupled_conv2d(x, weight, magnitude="tanh", radius=1.0, weighting=weighting, impl="eager")
+
+    both = [torch.autograd.functional.jacobian(of, weight, vectorize=vectorize) for vectorize in (False, True)]
+    torch.testing.assert_close(*both)
+
+
+@pytest.mark.parametrize("angular", ["linear", "sigmoid", "square_cosine"])
+@pytest.mark.parametrize("magnitude", ["linear", "tanh", "mix"])
+def test_patches_of_zeros_without_eps(magnitude, angular):
+    """1/‖x‖ is 0 there, not the inverse of ‖x‖."""
+    x, weight = torch.randn(2, 4, 6, 6, dtype=torch.float64), torch.randn(8, 4, 3, 3, dtype=torch.float64)
+    x[0] = 0.0
+    radius = 1.0 if magnitude == "tanh" else None
+    gradients = []
+    for impl in ("eager", "reference"):
+        given = x.clone().requires_grad_()
+        dcnet.decoupled_conv2d(given, weight, magnitude=magnitude, angular=angular, radius=radius, eps=0.0, impl=impl).sum().backward()
+        gradients.append(given.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("size", [1e-14, 1.0, 1e15])
+def test_gradients_of_kernels_of_any_size(size):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 4, 6, 6), size * torch.randn(8, 4, 3, 3)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        given = weight.detach().clone().to(dtype).requires_grad_()
+        dcnet.decoupled_conv2d(x.to(dtype), given, magnitude="tanh", radius=1.0, eps=0.0, impl="eager").sum().backward()
+        gradients.append(given.grad.double() * size)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
 
 
 def test_meta_fake_and_recorded():

@@ -23,7 +23,7 @@ from dcnet.report.pictures import svg
 def runs(tmp_path_factory):
     """A plain network, and a decoupled one that was attacked."""
     folder = tmp_path_factory.mktemp("runs")
-    options = {"steps": 40, "model": "cnn6_2d"}
+    options = {"steps": 60, "model": "cnn6_2d"}  # enough to be better than chance: an attack on a constant finds nothing
     plain = dcnet.train(dcnet.make_recipe("demo", magnitude=None, **options), folder / "plain", quiet=True)
     tanh = dcnet.train(dcnet.make_recipe("demo", magnitude="tanh", angular="sigmoid:k=learned", **options), folder / "tanh", quiet=True)
     attack_briefly(tanh)

@@ -94,7 +94,9 @@ class _UnitKernel(torch.autograd.Function):
         if of_unit is None:
             return (exact * _per_kernel(along, weight)).to(weight.dtype), None
         of_unit = of_unit.to(w_norm.dtype)
-        along = along - (of_unit * exact).flatten(1).sum(1) * one_over_norm.pow(3)
+        # one factor after another: the cube of a small norm's inverse may be too large a number
+        length = (of_unit * exact).sum(tuple(range(1, weight.dim()))) * one_over_norm * one_over_norm
+        along = along - length * one_over_norm
         grad = (of_unit * _per_kernel(one_over_norm, weight)).addcmul_(exact, _per_kernel(along, weight))
         return grad.to(weight.dtype), None
 

@@ -71,8 +71,8 @@ def root(squares: Tensor, eps: float) -> Tensor:
 
 
 def inverse(norm: Tensor, eps: float) -> Tensor:
-    """1/norm, and 0 where the norm is 0, which without eps it may be."""
-    if eps > 0.0:
+    """1/norm, and 0 where the norm is 0, which it may be without eps, or with one that is 0 to its dtype."""
+    if eps > torch.finfo(norm.dtype).tiny:
         return norm.reciprocal()
     nonzero = norm > 0.0
     return torch.where(nonzero, torch.where(nonzero, norm, 1.0).reciprocal(), 0.0)

@@ -85,19 +85,20 @@ def tanh_of_product(n: Tensor, points: Points, out: Tensor | None = None) -> Ten
     first = values[:, :, :1]
     beyond = values[:, :, 1:] - first
     if out is None:
-        out = torch.empty(torch.broadcast_shapes(n.shape, q.shape), dtype=n.dtype)
+        out = torch.empty(torch.broadcast_shapes(n.shape, q.shape), dtype=n.dtype, device=n.device)
+    if not points.one_by_one:
+        return out.copy_(first)
     if shares.shape[-1] < _FEW or not _exact_products():
-        out.copy_(first)
-        for j, share in enumerate(points.one_by_one):
+        torch.mul(beyond[:, :, :1], points.one_by_one[0], out=out)
+        for j, share in enumerate(points.one_by_one[1:], 1):
             out.addcmul_(beyond.narrow(2, j, 1), share)
-        return out
-    with torch.autocast("cpu", enabled=False):
-        if n.dim() == 4:  # positions come behind the kernels
-            left, right, place = shares.expand(len(n), -1, -1, -1).flatten(0, 1), beyond.flatten(0, 1), out.flatten(0, 1)
-            torch.baddbmm(first.flatten(0, 1), left, right, out=place)
-        else:
-            torch.baddbmm(first.transpose(0, 1), beyond.transpose(0, 1), shares.transpose(1, 2), out=out.transpose(0, 1))
-    return out
+    else:
+        with torch.autocast("cpu", enabled=False):
+            if n.dim() == 4:  # positions come behind the kernels
+                torch.bmm(shares.expand(len(n), -1, -1, -1).flatten(0, 1), beyond.flatten(0, 1), out=out.flatten(0, 1))
+            else:
+                torch.bmm(beyond.transpose(0, 1), shares.transpose(1, 2), out=out.transpose(0, 1))
+    return out.add_(first)  # last: what is small is added up before
 
 
 def _exact_products() -> bool:

@@ -70,7 +70,7 @@ def record(
 
     The first result of each, of the given size, goes to a tensor of the caller's. The inputs given are examples in float64: their sizes
     matter, in which no two dimensions may be alike. keep: whether the forward pass may keep results for the other; direct: whether the
-    caller's tensors have the dtype of the arithmetic; inverses: two inputs whose product is 1 (or does not matter).
+    caller's tensors have the dtype of the arithmetic; inverses: two inputs whose product is 1.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -172,7 +172,8 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, want
     """Lets a result be written to a place, directly where that can be, and before it what it alone is made of."""
 
     def can_be(node: Any) -> bool:
-        return isinstance(node, fx.Node) and node.target in _VARIANTS and node.meta["full"] and node.meta["arithmetic"] and "out" not in node.kwargs
+        computed = isinstance(node, fx.Node) and node.op != "placeholder" and node.target in _VARIANTS
+        return computed and node.meta["full"] and node.meta["arithmetic"] and "out" not in node.kwargs
 
     if not (direct and can_be(node) and isinstance(node.args[0], fx.Node)):
         with graph.inserting_after(node):
@@ -194,7 +195,7 @@ def _write_over(graph: fx.Graph) -> None:
     """Lets operations write over an argument that is not read again. No operation recorded gives a view of its argument, or the argument itself."""
     last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
     for node in graph.nodes:
-        if node.target not in _VARIANTS or "out" in node.kwargs or not (node.meta["full"] and node.meta["arithmetic"]):
+        if node.op == "placeholder" or node.target not in _VARIANTS or "out" in node.kwargs or not (node.meta["full"] and node.meta["arithmetic"]):
             continue
         for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
             argument = node.args[position]
