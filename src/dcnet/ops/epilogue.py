@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcnet.ops.norms import inverse, plain_autograd
+from dcnet.ops.norms import inverse, never_zero, plain_autograd
 from dcnet.ops.operator import Operator
 from dcnet.ops.pieces import pieces
 from dcnet.ops.programs import Pair, record
@@ -85,7 +85,7 @@ class _Kind(NamedTuple):
     there: tuple[bool, ...]  # which vectors
     wanted: tuple[bool, ...]  # which gradients, of (d, n, *vectors)
     direct: bool  # whether d has the dtype of the arithmetic
-    positive: bool  # whether no norm is 0
+    never_zero: bool  # whether eps keeps the norms from 0
 
 
 class _Epilogue(torch.autograd.Function):
@@ -95,7 +95,7 @@ class _Epilogue(torch.autograd.Function):
     def forward(ctx: Any, operator: Operator, relu: bool, eps: float, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
         given = [v for v in vectors if v is not None]
         wanted = ctx.needs_input_grad[4:]  # set under no_grad too, hence `differentiable`
-        kind = _Kind(operator, relu, d.dim(), tuple(v is not None for v in vectors), wanted, d.dtype == n.dtype, eps > torch.finfo(n.dtype).tiny)
+        kind = _Kind(operator, relu, d.dim(), tuple(v is not None for v in vectors), wanted, d.dtype == n.dtype, never_zero(eps, n.dtype))
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
         keep = on_cpu and differentiable and any(wanted)
         clamped = not on_cpu  # whether |d/n| ≥ 1 somewhere, maybe; asking another device would mean waiting for it
@@ -154,7 +154,7 @@ def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
         return _gradients(kind, clamped, d, n, one_over_n, *vectors.values(), y, e)
 
     later = {"y": d if kind.relu else None, "e": d}
-    inverses = ("n", "one_over_n") if kind.positive else None
+    inverses = ("n", "one_over_n") if kind.never_zero else None
     return record(forward, backward, inputs, later, d.shape, keep, kind.direct, once=vectors, inverses=inverses)
 
 

@@ -70,9 +70,14 @@ def root(squares: Tensor, eps: float) -> Tensor:
     return torch.where(nonzero, torch.where(nonzero, squares, 1.0).sqrt(), 0.0)
 
 
+def never_zero(eps: float, dtype: torch.dtype) -> bool:
+    """Whether eps keeps a norm from 0; one that is 0 itself to the dtype does not."""
+    return eps > torch.finfo(dtype).tiny
+
+
 def inverse(norm: Tensor, eps: float) -> Tensor:
-    """1/norm, and 0 where the norm is 0, which it may be without eps, or with one that is 0 to its dtype."""
-    if eps > torch.finfo(norm.dtype).tiny:
+    """1/norm, and 0 where the norm is 0."""
+    if never_zero(eps, norm.dtype):
         return norm.reciprocal()
     nonzero = norm > 0.0
     return torch.where(nonzero, torch.where(nonzero, norm, 1.0).reciprocal(), 0.0)
