@@ -24,11 +24,12 @@ ALLOWED = {
     "figures": {"formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"formulas", "ops", "layers"},
     "report": {"version", "training", "inspection", "figures"},
+    "tables": {"formulas", "training"},
     "robustness": {"formulas"},
     "bench": {"circumstances", "formulas", "ops", "layers", "models"},
     "cli": {
         *("circumstances", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
-        *("inspection", "figures", "report", "explorer", "bench", ""),
+        *("inspection", "figures", "report", "explorer", "bench", "tables", ""),
     },
     "__main__": {"cli"},
     "": {"formulas", "ops", "layers", "models", "training", "robustness", "version"},  # dcnet/__init__.py

@@ -7,6 +7,7 @@ from rich.console import Console
 
 import dcnet
 from dcnet.cli import attacking, benching, drawing, exploring, training
+from dcnet.cli.table import table
 
 
 def _catalogue() -> str:
@@ -32,6 +33,7 @@ app.command()(benching.bench)
 app.command(no_args_is_help=True)(drawing.figure)
 app.command(no_args_is_help=True)(drawing.report)
 app.command()(exploring.explore)
+app.command(no_args_is_help=True)(table)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def takes_carry(module: nn.Module) -> bool:
 class Block(Carrying):
     """act(norm(conv(x)) + residual); fewer passes over memory where the convolution is decoupled, before a BatchNorm or a ReLU.
 
-    activation: None, "relu", or "prelu" (one slope, starting at 0).
+    activation: None, "relu", or "prelu" (a slope for each channel, starting at 0).
     Where passes are shared, a forward hook on the convolution sees the finished result.
     """
 
@@ -47,7 +47,7 @@ class Block(Carrying):
         self.conv = conv
         self.norm = norm
         self.activation = activation
-        self.slope = nn.Parameter(torch.zeros(1)) if activation == "prelu" else None
+        self.slope = nn.Parameter(torch.zeros(len(conv.weight))) if activation == "prelu" else None  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
         """The finished convolution of x; `carry` is for `Chain`."""

@@ -45,6 +45,7 @@ class Decoupled(nn.Module):
     num_batches_tracked: Tensor | None
     operator: Operator
     groups: int
+    constrained = True  # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
 
     def _init_decoupling(
         self,

@@ -14,7 +14,7 @@ Where = Callable[[str, nn.Module], bool]
 
 def _unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, Decoupled]:
     """The decoupled layers, all unweighted; raises if one of them is not, since its output depends on ‖w‖."""
-    layers = decoupled_layers(model, where)
+    layers = {name: layer for name, layer in decoupled_layers(model, where).items() if layer.constrained}
     for name, layer in layers.items():
         if layer.weighting is not None:
             raise ValueError(
@@ -40,11 +40,17 @@ def project_weights_(model: nn.Module, scale: float = 1.0, where: Where | None =
     _check_scale(scale)
     layers = _unweighted(model, where, "weight projection")
     for layer in layers.values():
-        # float64: a kernel too small for its squares in float32 still has a direction
-        norm = layer.weight.double().flatten(1).norm(dim=1)
-        ratio = torch.where(norm > 0.0, scale / norm, 1.0)
-        layer.weight.copy_(layer.weight.double() * ratio.reshape(-1, *[1] * (layer.weight.dim() - 1)))
+        project_kernels_(layer.weight, scale)
     return list(layers)
+
+
+@torch.no_grad()
+def project_kernels_(weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Set each kernel of a weight (out_channels, …) to s·w/sqrt(Σw²) in place; a zero kernel is left alone."""
+    # float64: a kernel too small for its squares in float32 still has a direction
+    norm = weight.double().flatten(1).norm(dim=1)
+    ratio = torch.where(norm > 0.0, scale / norm, 1.0)
+    return weight.copy_(weight.double() * ratio.reshape(-1, *[1] * (weight.dim() - 1)))
 
 
 def _check_scale(scale: float) -> None:
@@ -74,7 +80,11 @@ class WeightProjection:
         """Counts a step, and projects if it is time; for steps the hook does not see, such as those a CUDA graph repeats."""
         self.steps += 1
         if self.steps % self.every == 0:
-            project_weights_(self.model, self.scale, self.where)
+            self.project()
+
+    def project(self) -> None:
+        """Project now."""
+        project_weights_(self.model, self.scale, self.where)
 
     def remove(self) -> None:
         """Projects no more."""
@@ -143,7 +153,7 @@ def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
 
 
 def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tensor:
-    layers = [layer for layer in decoupled_layers(model, where).values() if layer.weighting is None]
+    layers = [layer for layer in decoupled_layers(model, where).values() if layer.weighting is None and layer.constrained]
     if not layers:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     penalties = []

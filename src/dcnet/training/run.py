@@ -7,11 +7,14 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import nn
 
 from dcnet.models import create_model
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix, write_atomically
-from dcnet.training.recipe import Recipe, read_recipe
+from dcnet.training.plain_kernels import normalize_ordinary_
+from dcnet.training.recipe import Recipe, change, read_recipe
 
 
 def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
@@ -27,8 +30,13 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
             options["radius"] = radius
     if recipe.penultimate_activation:
         options["penultimate_activation"] = True
+    if not recipe.penultimate_norm:
+        options["penultimate_norm"] = False
+    if recipe.root_activation:
+        options["root_activation"] = True
     named: dict[str, Any] = {name: None if value == "none" else value for name, value in (("norm", recipe.norm), ("activation", recipe.activation))}
-    return create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
+    model = create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
+    return normalize_ordinary_(model) if recipe.plain_kernels == "normalized" else model
 
 
 def read_json(path: Path) -> Any:
@@ -105,6 +113,16 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
 
+    def diverge(self, record: dict[str, Any]) -> None:
+        """Record where the loss ceased to be finite; the folder keeps its last checkpoint."""
+        write_atomically(self.folder / "diverged.json", (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+
+    @property
+    def divergence(self) -> dict[str, Any] | None:
+        """Where and why the loss ceased to be finite; None for a run in which it did not."""
+        path = self.folder / "diverged.json"
+        return read_json(path) if path.is_file() else None
+
     def finish(self, result: dict[str, Any]) -> None:
         write_atomically(self.folder / "result.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
 
@@ -165,9 +183,36 @@ def open_run(folder: Path, recipe: Recipe) -> Run:
     return Run(folder)
 
 
-def load(folder: str | Path) -> nn.Module:
-    """The network a run has trained, in evaluation mode: images in [0, 1] to logits."""
-    return Run(folder).model
+WEIGHTS = "dcnet weights 1"
+
+
+def save_weights(run: Run, path: Path) -> None:
+    """Write the weights of a run's network into a file that `load` reads: without the optimizer's state, with the recipe."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in run.model.state_dict().items()}
+    about = {"recipe": asdict(run.recipe), "shape": run.shape, "result": run.result}
+    write_atomically(path, save(tensors, {"format": WEIGHTS, "about": json.dumps(about)}))
+
+
+def load(path: str | Path) -> nn.Module:
+    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode: images in [0, 1] to logits."""
+    if Path(path).suffix != ".safetensors":
+        return Run(path).model
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if metadata.get("format") != WEIGHTS:
+        raise ValueError(f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}")
+    about = json.loads(metadata["about"])
+    model = build_model(change(Recipe(), **about["recipe"]), about["shape"])
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
+    return model.eval()
 
 
 def find_runs(folder: str | Path) -> list[Run]:
