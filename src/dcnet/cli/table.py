@@ -57,7 +57,7 @@ def table(
             raise ValueError(f"name the tables to train; known: {', '.join(TABLES)}")
         book = Ledger(ledger or runs / "ledger.jsonl")
         if render is not None or into:
-            _write(chosen, book, render, into or [])
+            _write(chosen, book, render, into or [], _set(fields or []))
             return
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         settings: dict[str, Any] = {**(_ON_A_GPU if kind == "cuda" else {}), **_set(fields or []), **({} if data is None else {"data": data})}
@@ -144,15 +144,15 @@ def marks(name: str) -> tuple[str, str]:
     return f"<!-- dcnet table {name}: begin -->", f"<!-- dcnet table {name}: end -->"
 
 
-def _write(chosen: list[Any], ledger: Ledger, folder: Path | None, files: list[Path]) -> None:
+def _write(chosen: list[Any], ledger: Ledger, folder: Path | None, files: list[Path], settings: dict[str, Any]) -> None:
     console = Console(soft_wrap=True)
-    texts = {one.name: text for one in chosen if (text := markdown(one, ledger))}
+    texts = {one.name: text for one in chosen if (text := markdown(one, ledger, **settings))}
     if not texts:
         raise ValueError(f"{ledger.path} has no cell of these tables yet")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "tables.md", ("# The paper's tables, measured\n\n" + "\n\n".join(texts.values()) + "\n").encode())
-        write_atomically(folder / "tables.html", page(chosen, ledger).encode())
+        write_atomically(folder / "tables.html", page(chosen, ledger, **settings).encode())
         console.print(f"{folder / 'tables.md'} and {folder / 'tables.html'} written", highlight=False, markup=False)
     for file in files:
         wanted = [name for name in texts if marks(name)[0] in file.read_text()]

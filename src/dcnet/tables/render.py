@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
+from typing import Any
 
 from dcnet.tables.ledger import Entry, Ledger, identity
 from dcnet.tables.table import MEASURES, NOT_CONVERGED, SCHEDULES, Cell, Number, Table
@@ -47,10 +48,12 @@ class Setting:
     schedule: str
     data: str
     precision: str
+    others: str = ""  # recipe fields that all cells were given
 
 
-def settings_of(table: Table, ledger: Ledger) -> dict[Setting, dict[str, Shown]]:
+def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
     """Return the measured cells of a table by what they must not be mixed across: schedule, data set and precision."""
+    settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
     by_identity: dict[object, Entry] = {identity(entry.recipe): entry for entry in ledger.entries}  # the latest of a cell
     found: dict[Setting, dict[str, Shown]] = {}
     wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in by_identity.values())
@@ -59,16 +62,17 @@ def settings_of(table: Table, ledger: Ledger) -> dict[Setting, dict[str, Shown]]
         for data, precision in wheres:
             shown = {}
             for cell in table.cells:
-                own = table.recipe(cell, schedule)
+                own = table.recipe(cell, schedule, **settings)
                 if "data" in cell.fields and own.data != data:
                     continue
                 recipes = [identity(change(own, data=data, precision=precision, seed=seed)) for seed in seeds]
                 entries = [by_identity[recipe] for recipe in recipes if recipe in by_identity]
                 numbers = tuple(entry.record[table.measure] for entry in entries if not entry.diverged)
-                compared = cell if own.data == data else replace(cell, paper=None)  # the paper's number is for its own data
+                # the paper's number is for its own data and recipe
+                compared = cell if own.data == data and not settings else replace(cell, paper=None)
                 shown[cell.title] = Shown(compared, numbers, len(entries) - len(numbers))
             if any(one.ours for one in shown.values()):
-                found[Setting(schedule, data, precision)] = shown
+                found[Setting(schedule, data, precision, ", ".join(f"{n}={v}" for n, v in settings.items()))] = shown
     return found
 
 
@@ -76,16 +80,16 @@ def _about(table: Table, setting: Setting) -> str:
     share = SCHEDULES[setting.schedule]
     length = "the paper's schedule" if share == 1.0 else f"{share:g} of the paper's schedule"
     words = f"{MEASURES[table.measure].capitalize()} in percent at the last epoch: ours, and the paper's in brackets. "
-    words += f"{setting.data}, {length}, {setting.precision}."
+    words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
     if share != 1.0:
         words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
     return f"{words} {table.note}".strip()
 
 
-def markdown(table: Table, ledger: Ledger) -> str:
-    """Return the table under every schedule, data set and precision it was measured with."""
+def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
+    """Return the table under every schedule, data set and precision it was measured with. settings: other fields of all cells."""
     lines = []
-    for setting, shown in settings_of(table, ledger).items():
+    for setting, shown in settings_of(table, ledger, settings).items():
         lines += [
             f"**{table.title}.** {_about(table, setting)}",
             "",
@@ -118,11 +122,11 @@ def _color(difference: float | None) -> str:
     return f"background: rgba({'38, 110, 200' if difference <= 0 else '226, 120, 20'}, {strength:.2f})"
 
 
-def page(tables: Iterable[Table], ledger: Ledger) -> str:
+def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
     """Return all that was measured as one HTML page."""
     parts = []
     for table in tables:
-        for setting, shown in settings_of(table, ledger).items():
+        for setting, shown in settings_of(table, ledger, settings).items():
             head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
             body = []
             for row in table.rows:

@@ -144,7 +144,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env={"OMP_NUM_THREADS": str(threads)} | os.environ,  # a user's own number stands
             )
 
     def _enter(self, task: Task, jobs: int) -> None:

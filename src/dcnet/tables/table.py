@@ -54,6 +54,8 @@ class Table:
         recipe = change(make_recipe(self.base), **cell.fields, seed=seed)
         share = SCHEDULES[schedule]
         length: dict[str, Any] = {"steps": max(1, round(share * recipe.steps))} if recipe.steps else {"epochs": share * recipe.epochs}
+        if {"steps", "epochs"} & set(settings):
+            length = {}
         return change(recipe, **length, **settings)
 
 
