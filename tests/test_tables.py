@@ -102,7 +102,7 @@ def test_a_table_from_end_to_end(tmp_path):
     assert listed.output.count("  done ") == 2
     assert listed.output.count("  missing ") == 1
     assert "min" in listed.output  # what the third will cost, judged by the two
-    second = run_table(tmp_path, *THREE)
+    second = run_table(tmp_path, *THREE, "--keep-records", str(tmp_path / "records"))
     assert second.output.count("seed 0:") == 1, second.output  # only what is missing
     records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     titles = ["cnn9: Baseline, Cosine, no ReLU", "cnn9: Baseline, Cosine, ReLU", "cnn9: TanhConv, Cosine, ReLU"]
@@ -117,6 +117,10 @@ def test_a_table_from_end_to_end(tmp_path):
             kept, loaded = dcnet.load(weights).state_dict(), run.model.state_dict()
             assert all(bool((kept[name] == tensor).all()) for name, tensor in loaded.items())
     assert len(list((tmp_path / "weights").iterdir())) >= 1
+    (kept,) = (tmp_path / "records").iterdir()
+    assert sorted(path.name for path in kept.iterdir()) == ["metrics.jsonl", "recipe.json", "result.json"]
+    assert dcnet.Run(kept).metrics[-1] == dcnet.Run(tmp_path / kept.name).metrics[-1]
+    assert all("learned" not in entry for entry in dcnet.Run(kept).metrics[:-1])
     rendering = ["table", "--render", str(tmp_path / "pages"), "--runs", str(tmp_path)]
     assert "has no cell of these tables yet" in call(*rendering).output  # with another network these are other cells
     rendered = call(*rendering, "--set", "model=cnn9_narrow", "--set", "norm=batch")

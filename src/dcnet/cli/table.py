@@ -45,6 +45,9 @@ def table(
     render: Annotated[Path | None, typer.Option(help="Train nothing: write tables.md and tables.html into this folder.")] = None,
     into: Annotated[list[Path] | None, typer.Option(help="Train nothing: put the tables between their marks in this Markdown file.")] = None,
     keep_weights: Annotated[Path | None, typer.Option("--keep-weights", help="Folder for the weights of finished cells.")] = None,
+    keep_records: Annotated[
+        Path | None, typer.Option("--keep-records", help="Folder for a copy of finished cells' records: all but checkpoints and logs.")
+    ] = None,
     data_root: DataRoot = Path("data"),
     download: Download = False,
     device: Device = None,
@@ -71,7 +74,7 @@ def table(
         seconds = _seconds(budget)
         options = {"data_root": data_root, "download": download, "device": device}
         tasks = [task for one in plans for task in one.missing]
-        runner = Runner(book, lambda line: Console(soft_wrap=True).print(line, highlight=False, markup=False), options, keep_weights)
+        runner = Runner(book, lambda line: Console(soft_wrap=True).print(line, highlight=False, markup=False), options, keep_weights, keep_records)
         if under_torchrun():
             runner.run_together(tasks, seconds)
             return

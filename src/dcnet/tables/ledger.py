@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ class Ledger:
             os.fsync(file.fileno())
         self.entries.append(entry)
         return entry
+
+
+def keep_record(run: Run, into: Path) -> None:
+    """Copy what a run says about itself, without checkpoint and logs, into a folder of the same name; of learned radii the last."""
+    folder = into / run.folder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("recipe.json", "result.json", "diverged.json", "attacks.json"):
+        if (run.folder / name).is_file():
+            shutil.copy(run.folder / name, folder / name)
+    *earlier, last = run.metrics or [{}]
+    kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + ([last] if last else [])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def _end_last_line(path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcnet.tables.ledger import Entry, Ledger
+from dcnet.tables.ledger import Entry, Ledger, keep_record
 from dcnet.tables.table import Cell, Table
 from dcnet.training import NonFiniteLoss, Recipe, Run, joined, open_run, save_weights, train
 
@@ -77,11 +77,23 @@ def _slug(title: str) -> str:
 
 
 class Runner:
-    """Trains tasks. say: prints a line. options: `data_root`, `download`, `device` of `train`. keep: a folder for the weights of finished cells."""
+    """Trains tasks. say: prints a line. options: `data_root`, `download`, `device` of `train`.
 
-    def __init__(self, ledger: Ledger, say: Callable[[str], None], options: dict[str, Any], keep: Path | None = None) -> None:
-        self.ledger, self.say, self.options, self.keep = ledger, say, options, keep
-        self.longest = 0.0  # seconds of a cell that was trained from its start
+    weights, records: folders for what is kept of finished cells besides their run folders.
+    """
+
+    def __init__(
+        self, ledger: Ledger, say: Callable[[str], None], options: dict[str, Any], weights: Path | None = None, records: Path | None = None
+    ) -> None:
+        self.ledger, self.say, self.options, self.weights, self.records = ledger, say, options, weights, records
+        self.seconds: list[float] = []  # of the cells that were trained here
+
+    def _expected(self, jobs: int, running: int) -> float:
+        """Return what one more cell beside those that run would take, at most; cells alone on a device are quicker than among others."""
+        if not self.seconds:
+            return 0.0
+        alone = 1.5 * sum(self.seconds) / len(self.seconds) / jobs
+        return min(1.1 * max(self.seconds), alone * (running + 1))
 
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Train the tasks, so many at once, within the seconds; return the titles of those that failed."""
@@ -95,7 +107,7 @@ class Runner:
                         waiting.remove(task)
                         self._enter(task, jobs)
                 left = until - time.monotonic()
-                needed = max(_WORTH_STARTING, 1.1 * self.longest if only_whole else 0.0)
+                needed = max(_WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
                 while waiting and len(running) < jobs and left > needed:
                     task = waiting.pop(0)
                     running[task] = (self._start(task, jobs), time.monotonic())
@@ -104,7 +116,7 @@ class Runner:
                         continue
                     del running[task]
                     if task.ended is not None:
-                        self.longest = max(self.longest, time.monotonic() - began)
+                        self.seconds.append(time.monotonic() - began)
                         self._enter(task, jobs)
                     else:
                         failed.append(task.title)
@@ -152,8 +164,10 @@ class Runner:
         run = task.ended
         assert run is not None
         entry = self.ledger.add(task.title, run, jobs)
-        if self.keep is not None and not entry.diverged:
-            save_weights(run, self.keep / f"{run.folder.name}.safetensors")
+        if self.weights is not None and not entry.diverged:
+            save_weights(run, self.weights / f"{run.folder.name}.safetensors")
+        if self.records is not None:
+            keep_record(run, self.records)
         error = f"{entry.record['error']:.2f}%" if entry.record["error"] is not None else f"not finite at epoch {entry.record['epoch']:.1f}"
         error += ", which counts as N/C" if entry.diverged else ""
         paper = "" if task.paper is None else f" (paper: {task.paper})"
