@@ -31,7 +31,8 @@ Spec = str | Formula | Choice
 class Decoupled(nn.Module):
     """Mixed into a plain layer: same arguments, same `weight` and `bias` keys, other arithmetic.
 
-    magnitude, angular: names from `dcnet.magnitudes()` and `dcnet.angulars()`, with parameters as in "seg:beta=0.2".
+    magnitude, angular: names from `dcnet.magnitudes()` and `dcnet.angulars()`, with parameters as in "seg:beta=0.2". "tanh" with "cosine" is the
+    paper's running example; "seg" with "square_cosine", without an activation behind, was the best in our measurements (docs/choosing.md).
     weighting: None, "linear", "joint" or "separate": how ‖w‖ enters the magnitude.
     radius: "learned" (per kernel, in units of the mean patch norm E{‖x‖}; ignored by magnitudes without a radius), or a number.
     eps: inside every norm. momentum: of the running average of E{‖x‖}; None for a cumulative average.
