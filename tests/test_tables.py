@@ -43,6 +43,8 @@ def test_counts():
     papers = {name: sum(cell.paper is not None for cell in table.cells) for name, table in TABLES.items()}
     assert papers == {"weighted": 6, "weighted-cnn9": 0, "cnn9-no-batchnorm": 10, "cnn9": 30, "resnet32": 22, "resnet32-sgd": 22} | {
         "state-of-the-art": 8,
+        "white-box": 24,
+        "black-box": 40,
         "imagenet": 12,
         "cause": 0,
     }
@@ -56,7 +58,7 @@ def test_numbers_are_the_papers():
     text = re.sub(r"\\textbf\{([^}]*)\}", r"\1", text).replace("*", "")
     lines = [[part.strip().rstrip("\\").strip() for part in line.split("&")] for line in text.splitlines() if "&" in line]
     rows = [[part for part in line if re.fullmatch(r"[\d.]+|N/C", part)] for line in lines]
-    for name in ("cnn9", "cnn9-no-batchnorm", "resnet32", "resnet32-sgd", "imagenet"):
+    for name in ("cnn9", "cnn9-no-batchnorm", "resnet32", "resnet32-sgd", "imagenet", "white-box", "black-box"):
         table = TABLES[name]
         for row in table.rows:
             papers = {cell.column: cell.paper for cell in table.cells if cell.row == row}
@@ -68,14 +70,14 @@ def test_numbers_are_the_papers():
 def test_every_cell_can_be_built(name, monkeypatch):
     monkeypatch.setattr(torch.nn.init, "kaiming_normal_", lambda *_, **__: None)  # what takes the time, and is not asked about here
     table = TABLES[name]
-    recipes = [table.recipe(cell, "paper", seed) for cell in table.cells for seed in (0, 1)]
-    assert len(set(map(identity, recipes))) == len(recipes), "two cells are the same"
+    cells = [(identity(recipe), cell.attack) for cell in table.cells for recipe in [table.recipe(cell)]]
+    assert len(set(cells)) == len(cells), "two cells are the same"
     for cell in table.cells:
         recipe = table.recipe(cell)
         model = build_model(recipe, {"num_classes": 10, "in_channels": 3, "input_size": 8})
         decoupled = [layer for layer in decoupled_layers(model).values() if layer.constrained]
-        assert bool(decoupled) == (not cell.row.startswith("Baseline"))
-        if cell.row.startswith("Baseline"):
+        assert bool(decoupled) == (not cell.title.startswith("Baseline") and cell.column != "Baseline")
+        if not decoupled:
             assert recipe.orthogonality == 0.0
             assert recipe.projection == 0 or recipe.plain_kernels == "projected"
 
@@ -228,6 +230,30 @@ def test_mistakes(arguments, message):
     result = call("table", *arguments)
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
+
+
+def test_an_attacked_table(tmp_path):
+    """Networks are trained first, the one that images are made on too; attacks follow, and each number stands in its row."""
+    arguments = ["--data", "digits", "--set", "epochs=1", "--set", "batch=256", "--device", "cpu", "--runs", str(tmp_path)]
+    cells = ["--match", "Natural: FGSM, made on a naturally trained baseline of another seed, TanhConv"]
+    done = call("table", "black-box", *arguments, *cells)
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
+    attacked = records[2]
+    assert attacked["recipe"]["magnitude"] == "tanh"
+    assert (attacked["from"], attacked["images"]) == ("black-box-natural-baseline-digits-smoke-float32-seed-1", 355)
+    assert set(attacked["attacks"]) == {"fgsm", "bim"}
+    (kept,) = dcnet.Run(tmp_path / attacked["run"]).attacks
+    assert kept["transfer"]
+    assert kept["attacks"][0]["accuracy"] == attacked["attacks"]["fgsm"]
+    text = markdown(TABLES["black-box"], Ledger(tmp_path / "ledger.jsonl"), epochs=1.0, batch=256)
+    row = next(line for line in text.splitlines() if line.startswith("| Natural: FGSM, made on a naturally"))
+    assert f"| {attacked['attacks']['fgsm']:.2f} (–) |" in row
+    again = call("table", "black-box", *arguments, *cells)
+    assert again.output.strip() == ""  # nothing is missing
+    clean = call("table", "black-box", *arguments, "--match", "Natural: no attack, TanhConv", "--list")
+    assert "done     Natural: no attack, TanhConv, seed 0" in clean.output
 
 
 # -- ledger and pages --------------------------------------------------------------------------------------------------

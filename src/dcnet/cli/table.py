@@ -133,10 +133,9 @@ def _show(plans: list[Plan], ledger: Ledger) -> None:
     console = Console(soft_wrap=True)
     if len(plans) == 1:
         for cell, entry in plans[0].done:
-            error = entry.record["error"]
-            console.print(
-                f"  done     {cell.title}, seed {entry.recipe.seed}: {'N/C' if error is None else f'{error:.2f}%'}", highlight=False, markup=False
-            )
+            attack = None if cell.attack is None else cell.attack[1]
+            number = "N/C" if entry.diverged else f"{entry.number(plans[0].table.measure, attack):.2f}%"
+            console.print(f"  done     {cell.title}, seed {entry.recipe.seed}: {number}", highlight=False, markup=False)
         for task in plans[0].missing:
             begun = " (begun)" if (task.folder / "checkpoint.safetensors").is_file() else ""
             console.print(f"  missing  {task.title}{begun}", highlight=False, markup=False)

@@ -2,8 +2,9 @@
 
 from dcnet.tables.ledger import Entry, Ledger
 from dcnet.tables.paper import TABLES, find_table
+from dcnet.tables.plan import Plan, Task, costs, plan
 from dcnet.tables.render import markdown, page
-from dcnet.tables.runner import Plan, Runner, Task, costs, plan, under_torchrun
+from dcnet.tables.runner import Runner, under_torchrun
 from dcnet.tables.table import SCHEDULES, Cell, Table
 
 __all__ = [

@@ -28,15 +28,28 @@ def identity(recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the ledger."""
+    """A line of the ledger: of training, or of an attack on what was trained."""
 
     cell: str
     recipe: Recipe
     record: dict[str, Any]
 
     @property
+    def setup(self) -> str | None:
+        """The name of the set-up of an attack; None for training."""
+        return self.record.get("setup")
+
+    def number(self, measure: str, attack: str | None = None) -> float:
+        """Return what a cell shows: of training by that measure, or the accuracy under that attack."""
+        if attack is not None:
+            return self.record["attacks"][attack]
+        return 100.0 - self.record["error"] if measure == "accuracy" else self.record[measure]
+
+    @property
     def diverged(self) -> bool:
         """Whether the loss ceased to be finite, or the network is no better than chance at the end."""
+        if self.setup is not None:
+            return False
         return self.record["error"] is None or self.record["error"] > 100.0 - 200.0 / self.record["classes"]
 
     @property
@@ -62,14 +75,25 @@ class Ledger:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}, line {number}, is not what `dcnet table` writes: {error}") from error
 
-    def find(self, recipe: Recipe) -> Entry | None:
+    def find(self, recipe: Recipe, setup: str | None = None) -> Entry | None:
         """Return the latest entry of the same cell."""
         wanted = identity(recipe)
-        return next((entry for entry in reversed(self.entries) if identity(entry.recipe) == wanted), None)
+        return next((entry for entry in reversed(self.entries) if entry.setup == setup and identity(entry.recipe) == wanted), None)
 
     def add(self, cell: str, run: Run, jobs: int) -> Entry:
         """Add what a finished, or diverged, run has found."""
-        record = {"cell": cell, "run": run.folder.name, "seed": run.recipe.seed, **_findings(run), "jobs": jobs, "recipe": asdict(run.recipe)}
+        return self._append(cell, run, _findings(run) | {"jobs": jobs})
+
+    def add_attack(self, cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
+        """Add what attacks on a run have found."""
+        attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
+        record = {"setup": setup, "clean": found["clean"], "attacks": attacks, "images": found["images"], "eps": found["eps"]}
+        record |= {"from": found["from"] and Path(found["from"]).name, "verdict": found.get("check-up", {}).get("verdict")}
+        record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"])}
+        return self._append(cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"})
+
+    def _append(self, cell: str, run: Run, findings: dict[str, Any]) -> Entry:
+        record = {"cell": cell, "run": run.folder.name, "seed": run.recipe.seed, **findings, "recipe": asdict(run.recipe)}
         entry = Entry(cell, run.recipe, record)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(self.path)

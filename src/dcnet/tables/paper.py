@@ -3,6 +3,7 @@
 from typing import Any
 
 from dcnet.formulas import nearest
+from dcnet.tables.attacked import ATTACKED
 from dcnet.tables.table import NOT_CONVERGED, Cell, Number, Row, Table, grid
 
 # The plain twin has ℓ2 on its kernels, and neither projection nor penalty.
@@ -211,6 +212,7 @@ TABLES: dict[str, Table] = {
         _SGD,
         _state_of_the_art(),
         _imagenet(),
+        *ATTACKED,
         _cause(),
     )
 }

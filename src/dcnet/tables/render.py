@@ -54,7 +54,7 @@ class Setting:
 def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
     """Return the measured cells of a table by what they must not be mixed across: schedule, data set and precision."""
     settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
-    by_identity: dict[object, Entry] = {identity(entry.recipe): entry for entry in ledger.entries}  # the latest of a cell
+    by_identity: dict[object, Entry] = {(identity(entry.recipe), entry.setup): entry for entry in ledger.entries}  # the latest of a cell
     found: dict[Setting, dict[str, Shown]] = {}
     wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in by_identity.values())
     seeds = sorted({entry.recipe.seed for entry in by_identity.values()})
@@ -65,9 +65,10 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
                 own = table.recipe(cell, schedule, **settings)
                 if "data" in cell.fields and own.data != data:
                     continue
-                recipes = [identity(change(own, data=data, precision=precision, seed=seed)) for seed in seeds]
-                entries = [by_identity[recipe] for recipe in recipes if recipe in by_identity]
-                numbers = tuple(entry.record[table.measure] for entry in entries if not entry.diverged)
+                setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
+                wanted = [(identity(change(own, data=data, precision=precision, seed=seed)), setup) for seed in seeds]
+                entries = [by_identity[one] for one in wanted if one in by_identity]
+                numbers = tuple(entry.number(table.measure, attack) for entry in entries if not entry.diverged)
                 # the paper's number is for its own data and recipe
                 compared = cell if own.data == data and not settings else replace(cell, paper=None)
                 shown[cell.title] = Shown(compared, numbers, len(entries) - len(numbers))
@@ -79,7 +80,7 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
 def _about(table: Table, setting: Setting) -> str:
     share = SCHEDULES[setting.schedule]
     length = "the paper's schedule" if share == 1.0 else f"{share:g} of the paper's schedule"
-    words = f"{MEASURES[table.measure].capitalize()} in percent at the last epoch: ours, and the paper's in brackets. "
+    words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch: ours, and the paper's in brackets. "
     words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
     if share != 1.0:
         words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
@@ -114,12 +115,13 @@ td small { display: block; color: #444; }
 """
 
 
-def _color(difference: float | None) -> str:
-    """Return the background of a cell: blue where our error is lower than the paper's, orange where it is higher, full at three points."""
+def _color(difference: float | None, higher_is_better: bool) -> str:
+    """Return the background of a cell: blue where ours is better than the paper's, orange where it is worse, full at three points."""
     if difference is None:
         return ""
     strength = min(1.0, abs(difference) / 3.0) * 0.55
-    return f"background: rgba({'38, 110, 200' if difference <= 0 else '226, 120, 20'}, {strength:.2f})"
+    better = difference >= 0 if higher_is_better else difference <= 0
+    return f"background: rgba({'38, 110, 200' if better else '226, 120, 20'}, {strength:.2f})"
 
 
 def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
@@ -131,12 +133,12 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
             body = []
             for row in table.rows:
                 cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
-                body.append(f"<tr><th>{html.escape(row)}</th>{''.join(map(_html_cell, cells))}</tr>")
+                body.append(f"<tr><th>{html.escape(row)}</th>{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>")
             parts.append(
                 f"<h2>{html.escape(table.title)}</h2>\n<p>{html.escape(_about(table, setting))}</p>\n"
                 f'<div class="scroll"><table><tr><th></th>{head}</tr>\n' + "\n".join(body) + "</table></div>"
             )
-    legend = "<p>Blue: our error is lower than the paper's; orange: higher; full color at three points. A question mark: not measured yet.</p>"
+    legend = "<p>Blue: ours is better than the paper's; orange: worse; full color at three points. A question mark: not measured yet.</p>"
     title = "The paper's tables, measured"
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -144,9 +146,9 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
     )
 
 
-def _html_cell(shown: Shown | None) -> str:
+def _html_cell(shown: Shown | None, higher_is_better: bool) -> str:
     if shown is None:
         return "<td></td>"
-    color = _color(shown.difference)
+    color = _color(shown.difference, higher_is_better)
     style = f' style="{color}"' if color else ""
     return f"<td{style}>{html.escape(shown.ours or '?')}<small>paper {html.escape(shown.paper)}</small></td>"

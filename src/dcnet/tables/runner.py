@@ -1,4 +1,4 @@
-"""Fills tables: trains the cells that are missing, several at once, for as long as there is time, and goes on the next time."""
+"""Fills tables: trains and attacks what is missing, several at once, for as long as there is time, and goes on the next time."""
 
 import contextlib
 import json
@@ -8,76 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dcnet.tables.ledger import Entry, Ledger, keep_record
-from dcnet.tables.table import Cell, Table
-from dcnet.training import NonFiniteLoss, Recipe, Run, joined, open_run, save_weights, train
+from dcnet.tables.ledger import Ledger, keep_record
+from dcnet.tables.plan import Task
+from dcnet.training import NonFiniteLoss, joined, open_run, save_weights, train
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
 _WORTH_STARTING = 20.0  # seconds below which a cell would do nothing but start
 
 
-@dataclass(frozen=True)
-class Task:
-    """A cell to train: its recipe, and the run folder it goes into."""
-
-    title: str
-    recipe: Recipe
-    folder: Path
-    paper: Any = None
-
-    @property
-    def ended(self) -> Run | None:
-        """The run, if it is finished or has diverged."""
-        ends = [name for name in ("result.json", "diverged.json") if (self.folder / name).is_file()]
-        return Run(self.folder) if ends else None
-
-
-@dataclass
-class Plan:
-    """What there is of a table under one schedule: entries of the cells that are done, and tasks for the others."""
-
-    table: Table
-    done: list[tuple[Cell, Entry]] = field(default_factory=list)
-    missing: list[Task] = field(default_factory=list)
-
-
-def plan(table: Table, ledger: Ledger, runs: Path, schedule: str, seeds: list[int], matches: list[str] | None = None, **settings: Any) -> Plan:
-    """Return which cells are done and which are to be trained, seed by seed.
-
-    matches: only cells with one of these in their name, in the order of the matches. settings: recipe fields of all cells.
-    """
-    found = Plan(table)
-    cells: dict[str, Cell] = {}
-    for match in matches or [""]:
-        matching = {cell.title: cell for cell in table.cells if match.lower() in cell.title.lower()}
-        if not matching:
-            there = "; ".join(cell.title for cell in table.cells)
-            raise ValueError(f"no cell of the table {table.name} has {match!r} in its name; there are {there}")
-        cells = cells | matching
-    for seed in seeds:
-        for cell in cells.values():
-            recipe = table.recipe(cell, schedule, seed, **settings)
-            if entry := ledger.find(recipe):
-                found.done.append((cell, entry))
-            else:
-                title = f"{table.name}: {cell.title}, {recipe.data}, {schedule} schedule, {recipe.precision}, seed {seed}"
-                paper = cell.paper if (schedule, recipe.data) == ("paper", table.recipe(cell).data) else None
-                found.missing.append(Task(title, recipe, runs / _slug(title), paper))
-    return found
-
-
-def _slug(title: str) -> str:
-    """Return a folder name."""
-    plain = title.lower().replace("ℓ2", "l2").replace("sq. cosine", "square cosine").replace(" schedule", "")
-    return "-".join("".join(letter if letter.isascii() and letter.isalnum() else " " for letter in plain).split())
-
-
 class Runner:
-    """Trains tasks. say: prints a line. options: `data_root`, `download`, `device` of `train`.
+    """Does tasks. say: prints a line. options: `data_root`, `download`, `device` of `train`.
 
     weights, records: folders for what is kept of finished cells besides their run folders.
     """
@@ -86,7 +30,41 @@ class Runner:
         self, ledger: Ledger, say: Callable[[str], None], options: dict[str, Any], weights: Path | None = None, records: Path | None = None
     ) -> None:
         self.ledger, self.say, self.options, self.weights, self.records = ledger, say, options, weights, records
-        self.seconds: list[float] = []  # of the cells that were trained here
+        self.seconds: list[float] = []  # of the networks that were trained here
+
+    def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
+        """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
+        until = time.monotonic() + seconds
+        waiting, failed = list(tasks), []
+        running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
+        try:
+            while waiting or running:
+                for task in [task for task in waiting if task.ended is not None]:  # by a runner that was killed, or by hand
+                    waiting.remove(task)
+                    self._enter(task, jobs)
+                left = until - time.monotonic()
+                needed = max(_WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
+                ready = [task for task in waiting if task.ready and task.folder not in {other.folder for other in running}]
+                while ready and len(running) < jobs and left > needed:
+                    task = ready.pop(0)
+                    waiting.remove(task)
+                    running[task] = (self._start(task, jobs), time.monotonic())
+                    ready = [other for other in ready if other.folder != task.folder]  # one process a run folder
+                for task, (process, began) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[task]
+                        failed += self._ended(task, process.returncode, jobs, time.monotonic() - began)
+                if left < _STOPPING or (ready and not running and left <= needed):
+                    self.say(f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun")
+                    break
+                if waiting and not running and not ready:
+                    failed += [task.title for task in waiting]
+                    self.say(f"not done, as a network they need failed or diverged: {'; '.join(task.title for task in waiting)}")
+                    break
+                time.sleep(0.1)
+        finally:
+            _stop([process for process, _ in running.values()])
+        return failed
 
     def _expected(self, jobs: int, running: int) -> float:
         """Return what one more cell beside those that run would take, at most; cells alone on a device are quicker than among others."""
@@ -95,42 +73,20 @@ class Runner:
         alone = 1.5 * sum(self.seconds) / len(self.seconds) / jobs
         return min(1.1 * max(self.seconds), alone * (running + 1))
 
-    def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
-        """Train the tasks, so many at once, within the seconds; return the titles of those that failed."""
-        until = time.monotonic() + seconds
-        waiting, failed = list(tasks), []
-        running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
-        try:
-            while waiting or running:
-                for task in list(waiting):  # ended earlier: by a runner that was killed, or by hand
-                    if task.ended is not None:
-                        waiting.remove(task)
-                        self._enter(task, jobs)
-                left = until - time.monotonic()
-                needed = max(_WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
-                while waiting and len(running) < jobs and left > needed:
-                    task = waiting.pop(0)
-                    running[task] = (self._start(task, jobs), time.monotonic())
-                for task, (process, began) in list(running.items()):
-                    if process.poll() is None:
-                        continue
-                    del running[task]
-                    if task.ended is not None:
-                        self.seconds.append(time.monotonic() - began)
-                        self._enter(task, jobs)
-                    else:
-                        failed.append(task.title)
-                        self.say(f"{task.title}: failed with exit status {process.returncode}: {_last_line(_log(task))}")
-                if left < _STOPPING or (waiting and not running and left <= needed):
-                    self.say(f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun")
-                    break
-                time.sleep(0.1)
-        finally:
-            _stop([process for process, _ in running.values()])
-        return failed
+    def _ended(self, task: Task, status: int, jobs: int, seconds: float) -> list[str]:
+        """Take what a process has left; return the task's title if it failed."""
+        if task.ended is None:
+            self.say(f"{task.title}: failed with exit status {status}: {_last_line(_log(task))}")
+            return [task.title]
+        if task.setup is None:
+            self.seconds.append(seconds)
+        self._enter(task, jobs)
+        return []
 
     def run_together(self, tasks: list[Task], seconds: float) -> None:
         """Train the tasks one after the other, each on all of torchrun's processes."""
+        if any(task.setup is not None for task in tasks):
+            raise ValueError("attacks are made on one device each: run this table without torchrun")
         until = time.monotonic() + seconds
         with joined(self.options.get("device")) as ranks:
             for task in tasks:
@@ -147,12 +103,14 @@ class Runner:
                 ranks.wait()
 
     def _start(self, task: Task, jobs: int) -> subprocess.Popen[bytes]:
-        """Start a process that trains the task; what it prints goes to a file in the run folder."""
+        """Start a process that does the task; what it prints goes to a file in the run folder."""
         open_run(task.folder, task.recipe)
         threads = max(1, (os.cpu_count() or 1) // jobs)
+        attack = None if task.setup is None else {"setup": asdict(task.setup), "source": task.source}
+        what = {"options": self.options, "attack": attack}
         with _log(task).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "dcnet.tables.worker", str(task.folder), json.dumps(self.options, default=str)],
+                [sys.executable, "-m", "dcnet.tables.worker", str(task.folder), json.dumps(what, default=str)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -160,18 +118,24 @@ class Runner:
             )
 
     def _enter(self, task: Task, jobs: int) -> None:
-        """Write the cell into the ledger, and its weights to where they are kept."""
+        """Write the cell into the ledger, and its weights and records to where they are kept."""
         run = task.ended
         assert run is not None
-        entry = self.ledger.add(task.title, run, jobs)
-        if self.weights is not None and not entry.diverged:
-            save_weights(run, self.weights / f"{run.folder.name}.safetensors")
+        if task.setup is not None:
+            assert task.found is not None
+            entry = self.ledger.add_attack(task.title, run, task.setup.name, task.found)
+            words = ", ".join(f"{attack} {accuracy:.2f}%" for attack, accuracy in entry.record["attacks"].items())
+        else:
+            entry = self.ledger.add(task.title, run, jobs)
+            error = entry.record["error"]
+            words = f"{error:.2f}%" if error is not None else f"not finite at epoch {entry.record['epoch']:.1f}"
+            words += ", which counts as N/C" if entry.diverged else ""
+            words += "" if task.paper is None else f" (paper: {task.paper})"
+            if self.weights is not None and not entry.diverged:
+                save_weights(run, self.weights / f"{run.folder.name}.safetensors")
         if self.records is not None:
             keep_record(run, self.records)
-        error = f"{entry.record['error']:.2f}%" if entry.record["error"] is not None else f"not finite at epoch {entry.record['epoch']:.1f}"
-        error += ", which counts as N/C" if entry.diverged else ""
-        paper = "" if task.paper is None else f" (paper: {task.paper})"
-        self.say(f"{task.title}: {error}{paper}, {entry.record['seconds']:.0f} s")
+        self.say(f"{task.title}: {words}, {entry.record['seconds']:.0f} s")
 
 
 def _log(task: Task) -> Path:
@@ -194,22 +158,3 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def under_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def costs(plans: list[Plan], ledger: Ledger) -> dict[str, float | None]:
-    """Return by title what each missing cell will cost in seconds of a device, judged by finished cells of the same network; None if unknown."""
-    found: dict[str, float | None] = {}
-    for task in (task for one in plans for task in one.missing):
-        recipe = task.recipe
-        alike = [
-            e
-            for e in ledger.entries
-            if (e.recipe.model, e.recipe.data, e.recipe.batch) == (recipe.model, recipe.data, recipe.batch) and not e.diverged
-        ]
-        paces = sorted(entry.gpu_seconds / _length(entry.recipe) for entry in alike if (entry.recipe.steps is None) == (recipe.steps is None))
-        found[task.title] = paces[len(paces) // 2] * _length(recipe) if paces else None
-    return found
-
-
-def _length(recipe: Recipe) -> float:
-    return float(recipe.steps or recipe.epochs)

@@ -11,7 +11,18 @@ NOT_CONVERGED = "N/C"
 
 # The share of every cell's schedule that is run. Milestones are fractions of a run, so they shrink with it.
 SCHEDULES = {"paper": 1.0, "short": 0.2, "smoke": 0.0005}
-MEASURES = {"error": "test error", "top5_error": "top-5 test error"}
+MEASURES = {"error": "test error", "top5_error": "top-5 test error", "accuracy": "accuracy on the test images"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How trained networks are attacked: by these attacks, each on all images, made on the network itself or on the recipe `source`."""
+
+    name: str
+    attacks: str
+    source: tuple[tuple[str, Any], ...] | None = None  # recipe fields of the network that images are made on
+    predicted: bool = False
+    statistics: str = "running"
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,8 @@ class Cell:
     column: str
     fields: dict[str, Any] = field(hash=False)
     paper: Number = None
+    attack: tuple[Setup, str] | None = None  # the set-up, and which of its attacks; None for the network as it is trained
+    network: str = ""  # the name of what is trained, where several cells share it
 
     @property
     def title(self) -> str:
@@ -48,6 +61,10 @@ class Table:
         """In the order of the fullest row."""
         of_rows = [[cell.column for cell in self.cells if cell.row == row] for row in self.rows]
         return list(dict.fromkeys(column for columns in sorted(of_rows, key=len, reverse=True) for column in columns))
+
+    def source(self, setup: Setup, recipe: Recipe) -> Recipe | None:
+        """Return the recipe of the network that adversarial images for a recipe's network are made on: of another seed."""
+        return None if setup.source is None else change(recipe, **dict(setup.source), seed=recipe.seed + 1)
 
     def recipe(self, cell: Cell, schedule: str = "paper", seed: int = 0, **settings: Any) -> Recipe:
         """Return what fills a cell. settings: fields for all cells, such as another data set or precision."""

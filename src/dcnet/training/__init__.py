@@ -1,5 +1,6 @@
 """Training: recipes, runs, checkpoints; the same on one device or under torchrun."""
 
+from dcnet.training.attack import attack_run
 from dcnet.training.diagnose import NonFiniteLoss
 from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.interruption import Interrupted
@@ -17,6 +18,7 @@ __all__ = [
     "Ranks",
     "Recipe",
     "Run",
+    "attack_run",
     "autocast_of",
     "build_model",
     "change",
