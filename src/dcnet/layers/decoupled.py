@@ -45,6 +45,7 @@ class Decoupled(nn.Module):
     num_batches_tracked: Tensor | None
     operator: Operator
     groups: int
+    weighted_gradient: Any = None  # what `weight_gradients_` puts here
 
     def _init_decoupling(
         self,
@@ -116,6 +117,8 @@ class Decoupled(nn.Module):
 
     def _decouple(self, x: Tensor, where: Any, finish: Finish | None = None) -> Tensor:
         check_input(x, "input")
+        if self.weighted_gradient is not None:
+            self.weighted_gradient.of(self.weight)
         mean_norm: MeanNorm = None
         running_norm, raw_radius = self.running_norm, self.raw_radius  # each costs a call
         if running_norm is not None:

@@ -14,7 +14,7 @@ from dcnet.ops.functional import (
 from dcnet.ops.geometry import geometry, known_geometry
 from dcnet.ops.inputs import LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
-from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm
+from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm, root
 from dcnet.ops.operator import Operator, make_operator
 
 __all__ = [
@@ -44,4 +44,5 @@ __all__ = [
     "known_geometry",
     "make_operator",
     "patch_norm",
+    "root",
 ]
