@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from dcnet.layers.decoupled import Decoupled
 from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
@@ -52,6 +53,8 @@ class Block(Carrying):
     def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
         """The finished convolution of x; `carry` is for `Chain`."""
         conv, norm = self.conv, self.norm
+        if isinstance(x, Proxy):  # torch.fx records a module after the other
+            return self._one_by_one(x, residual)
         if conv._forward_pre_hooks_with_kwargs:  # FSDP2's, for one, casts what it finds there: running averages would move in a copy
             return self._one_by_one(x, residual)
         if carry is not None and (hooked(self) or hooked(conv)):
