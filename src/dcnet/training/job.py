@@ -54,6 +54,7 @@ class Job:
         self.device_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=ranks.device)
         self.frozen = torch.zeros((), device=ranks.device)
+        self.calibrated: dict[str, Tensor] = {}  # averages an evaluation at this step has used, for those who load the network
         self.graph: Repeated | None = None
         self.eager_steps = 0
 
@@ -80,6 +81,7 @@ class Job:
             self.eager_steps += 1
         self.step += 1
         self.images += len(labels)
+        self.calibrated = {}
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
         """What a step does on the device, which the host does not wait for."""
@@ -172,6 +174,7 @@ class Job:
         tensors = with_prefix("model/", self.model.state_dict()) | with_prefix("optimizer/", _optimizer_tensors(self.optimizer))
         if self.ema is not None:
             tensors |= with_prefix("ema/", self.ema.model.state_dict())
+        tensors |= with_prefix("calibrated/", self.calibrated)
         tensors |= {"random/cpu": torch.get_rng_state(), "sums": sums}
         if self.ranks.device.type == "cuda":
             tensors["random/cuda"] = torch.cuda.get_rng_state(self.ranks.device)

@@ -62,6 +62,7 @@ class Recipe:
     warmup: float = _option(0.25, "Fraction of the run in which the onecycle schedule rises.", low=0, below=1)
     clip: float | None = _option(None, "Largest norm of the gradient.", above=0)
     ema: float | None = _option(None, "Decay of an exponential moving average of the weights, which is then what is evaluated.", above=0, below=1)
+    recalibrate: int = _option(10, "Training batches that running averages are estimated from for each evaluation; 0 for those of training.", low=0)
 
     projection: int = _option(0, "Project unweighted kernels to norm 1 every so many steps; 0 for never.", low=0)
     weighted_gradients: bool = _option(False, "Multiply the gradients of unweighted kernels by ‖w‖.")

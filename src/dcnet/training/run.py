@@ -132,13 +132,17 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The network with the weights of the last checkpoint (their moving average, where there is one), in evaluation mode."""
+        """The network with the weights of the last checkpoint (their moving average, where there is one), in evaluation mode.
+
+        Its running averages are those the evaluation at that checkpoint has used, where there was one.
+        """
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
         tensors, state = load_checkpoint(self.checkpoint)
         model = build_model(self.recipe, state["shape"])
         try:
-            model.load_state_dict(without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors))
+            weights = without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors)
+            model.load_state_dict(weights | without_prefix("calibrated/", tensors))
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
