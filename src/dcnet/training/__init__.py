@@ -5,7 +5,7 @@ from dcnet.training.diagnose import NonFiniteLoss
 from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
-from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe
+from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe, recorded
 from dcnet.training.run import Run, build_model, find_runs, load, open_run, save_weights
 from dcnet.training.settings import autocast_of, settings
 from dcnet.training.trainer import open_data, train
@@ -30,6 +30,7 @@ __all__ = [
     "open_data",
     "open_run",
     "read_recipe",
+    "recorded",
     "save_weights",
     "settings",
     "train",
