@@ -110,6 +110,7 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
 
 def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
     """The epoch is finished first."""
+    handler = signal.getsignal(signal.SIGINT)
     options = {"epochs": 2.0, "schedule": "plateau", "patience": 1}
     whole = train(tmp_path / "whole", **options)
     original = trainer.evaluate
@@ -124,7 +125,26 @@ def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
         train(tmp_path / "run", **options)
     monkeypatch.setattr(trainer, "evaluate", original)
     assert_same_run(train(tmp_path / "run", resume=True), whole)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_in_the_background(tmp_path, monkeypatch):
+    """SIGINT is ignored where a script has started the run with &, and stays so; SIGTERM stops it, with a checkpoint."""
+    original = job.Job.train_step
+
+    def step(self, images, labels):
+        os.kill(os.getpid(), {2: signal.SIGINT, 4: signal.SIGTERM}.get(self.step + 1, 0))
+        original(self, images, labels)
+
+    monkeypatch.setattr(job.Job, "train_step", step)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(Interrupted, match="stopped at step 4 of 10"):
+            train(tmp_path / "run")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")[1]["step"] == 4
 
 
 def test_twice_is_at_once(tmp_path, monkeypatch):

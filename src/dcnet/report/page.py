@@ -24,7 +24,7 @@ from dcnet.figures.style import room_below
 from dcnet.inspection.examples import STEPS
 from dcnet.report.contents import Shown, differing_fields, gather
 from dcnet.report.pictures import png, svg
-from dcnet.training.checkpoint import write_atomically
+from dcnet.util.files import write_atomically
 from dcnet.version import __version__
 
 _OPEN = 3  # runs whose details are open from the start

@@ -1,7 +1,6 @@
 """Checkpoints: tensors and a JSON state in one safetensors file, which executes nothing on loading, and is never half written."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,22 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dcnet.util.files import write_atomically
+
 FORMAT = "dcnet checkpoint 1"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file appears whole or not at all, whenever the process or the machine is stopped."""
-    partial = path.with_name(f".{path.name}.part")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from dcnet.layers import Block, WeightProjection, average_statistics_, orthogona
 from dcnet.models.resnet import Unit
 from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
+from dcnet.training.folder import same_but_length
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe, change
@@ -190,7 +191,7 @@ class Job:
     def restore(self, run: Run) -> None:
         """Goes on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
-        if change(Recipe(), **state["recipe"]) != self.recipe or state["shape"] != self.shape:
+        if not same_but_length(change(Recipe(), **state["recipe"]), self.recipe) or state["shape"] != self.shape:
             raise ValueError(f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again")
         self.model.load_state_dict(without_prefix("model/", tensors))
         _load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from shlex import quote
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +56,15 @@ class Lines(Progress):
 
     def epoch(self, entry: dict[str, Any]) -> None:
         _print(describe(entry))
+
+
+def say_finished(run: Run) -> None:
+    """Say that there is nothing left to train, and how to train longer."""
+    result, folder = run.result or {}, quote(str(run.folder))
+    _print(
+        f"{run.folder} is finished: {result.get('epochs', 0.0):.4g} epochs, accuracy {run.accuracy:.2f}%. "
+        f"Nothing is left to do; to train longer: dcnet train --resume {folder} --epochs N, to start again: --overwrite"
+    )
 
 
 def _print(text: str) -> None:

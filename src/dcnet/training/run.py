@@ -1,8 +1,6 @@
 """A run folder: recipe, metrics, checkpoint, result, attacks. Every other command reads such a folder and nothing else."""
 
 import json
-import os
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -10,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from dcnet.models import create_model
-from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix, write_atomically
+from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
 from dcnet.training.recipe import Recipe, read_recipe
+from dcnet.util.files import append_line, write_atomically
 
 
 def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
@@ -100,10 +99,7 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     def add_metrics(self, entry: dict[str, Any]) -> None:
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.folder / "metrics.jsonl", json.dumps(entry))
 
     def finish(self, result: dict[str, Any]) -> None:
         write_atomically(self.folder / "result.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
@@ -142,27 +138,6 @@ class Run:
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
-
-
-def check_free(folder: Path, recipe: Recipe) -> None:
-    """Raises if another recipe's run is in the folder."""
-    if (folder / "recipe.json").is_file():
-        there = asdict(Run(folder).recipe)
-        other = {name: (there[name], value) for name, value in asdict(recipe).items() if there[name] != value}
-        if other:
-            differences = ", ".join(f"{name}={old!r} there, {new!r} here" for name, (old, new) in other.items())
-            raise ValueError(f"{folder} holds another recipe's run: {differences}. Choose another folder, or remove that one")
-    elif folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a run needs a folder")
-
-
-def open_run(folder: Path, recipe: Recipe) -> Run:
-    """The run in the folder, made if there is none; raises if another recipe's is there."""
-    check_free(folder, recipe)
-    if not (folder / "recipe.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "recipe.json", recipe.to_json().encode())
-    return Run(folder)
 
 
 def load(folder: str | Path) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,13 +13,14 @@ from dcnet.circumstances import circumstances
 from dcnet.data import FOLDER, ImageFolder, Resident, load_data
 from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.folder import Place, check_length, total_steps
 from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.job import Job
 from dcnet.training.learned import learned_quantiles
-from dcnet.training.progress import Progress, Quiet, progress_for, showing_downloads, summary_writer
+from dcnet.training.progress import Progress, Quiet, progress_for, say_finished, showing_downloads, summary_writer
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe
-from dcnet.training.run import Run, check_free, open_run
+from dcnet.training.run import Run
 from dcnet.training.settings import settings
 from dcnet.version import __version__
 
@@ -34,25 +36,31 @@ def train(
     device: str | None = None,
     quiet: bool = False,
     tensorboard: bool = False,
+    overwrite: bool = False,
+    extend: bool = False,
 ) -> Run:
-    """The run that the recipe describes, in the folder (runs/TITLE if none is given): trained to its end, from where it was left if it was begun.
+    """Train the run that the recipe describes to its end, from where it was left if it was begun, and return it.
 
-    Under torchrun, all its processes train together. device: "cpu" or "cuda"; the GPU if there is one.
+    folder: runs/TITLE if none is given, with a short suffix where another recipe's run has that name. overwrite: start again in a folder
+    that has a run. extend: go on with a run of that recipe but for `epochs` and `steps`. device: "cpu" or "cuda"; the GPU if there is one.
+    Under torchrun, all its processes train together.
     """
-    with joined(device) as ranks, settings(recipe, ranks.device):
-        where = Path(folder) if folder is not None else Path("runs") / recipe.title
-        check_free(where, recipe)
+    with joined(device) as ranks, settings(recipe, ranks.device), ExitStack() as held:
+        place = Place(recipe, folder, held, overwrite, extend)
+        where, finished = ranks.from_first(place.find)
         if tensorboard:
             summary_writer()  # an error now rather than later
-        if (where / "result.json").is_file():
+        if finished:
+            if ranks.first and not quiet:
+                say_finished(Run(where))
             return Run(where)
-        # a recipe that cannot be trained leaves no folder behind
+        # a recipe that cannot be trained leaves no folder behind, and overwrites none
         data = open_data(recipe, ranks, data_root, download)
-        job, per_epoch = _prepare(recipe, data, ranks, begun=(where / "checkpoint.safetensors").is_file())
-        if ranks.first:
-            open_run(where, recipe)
-        ranks.wait()
-        run = Run(where)
+        begun = not overwrite and (where / "checkpoint.safetensors").is_file()
+        job, per_epoch = _prepare(recipe, data, ranks, begun)
+        if begun and (where / "recipe.json").is_file():
+            check_length(Run(where), recipe, per_epoch)
+        run = Run(ranks.from_first(lambda: place.enter(where)))
         progress: Progress = Quiet() if quiet or not ranks.first else progress_for(run, tensorboard)
         with progress, Interruption() as interruption:
             try:
@@ -90,7 +98,7 @@ def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun
         raise ValueError(f"batch={recipe.batch} is larger than the {data.train_length} training images of {recipe.data}")
     if recipe.batch % (ranks.world * recipe.accumulate):
         raise ValueError(f"batch={recipe.batch} cannot be divided among {ranks.world} processes × accumulate={recipe.accumulate}")
-    steps = recipe.steps or max(1, round(recipe.epochs * per_epoch))
+    steps = total_steps(recipe, per_epoch)
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
     job = Job(recipe, shape, steps, ranks, begun)
     alone = recipe.batch == ranks.world * recipe.accumulate
