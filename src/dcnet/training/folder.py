@@ -9,14 +9,16 @@ from pathlib import Path
 from shlex import quote
 
 from dcnet.training.checkpoint import load_state
+from dcnet.training.own_formulas import FILE as FORMULAS
+from dcnet.training.own_formulas import check_formulas, keep_formulas
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.run import Run
 from dcnet.training.schedule import Schedule
-from dcnet.util.files import remove_partial, write_atomically
+from dcnet.util.files import remove_partial, write_json
 from dcnet.util.lock import InUse, locked
 
 LENGTH = ("epochs", "steps")
-_WRITTEN = ("recipe.json", "metrics.jsonl", "checkpoint.safetensors", "result.json")  # by who holds the lock
+_WRITTEN = ("recipe.json", FORMULAS, "metrics.jsonl", "checkpoint.safetensors", "result.json")  # by who holds the lock
 _OF_THE_RUN = (*_WRITTEN, "diverged.json", "attacks.json", "inspection.json")
 
 
@@ -39,6 +41,7 @@ class Place:
             self._check_recipe(folder)
             if (folder / "result.json").is_file() and Run(folder).recipe == self.recipe:
                 return folder, True
+            check_formulas(folder, self.recipe)
         self._lock(folder)
         return folder, False
 
@@ -60,10 +63,11 @@ class Place:
             remove_partial(folder / name)
         if self.overwrite:
             _clear(folder)
+        keep_formulas(folder, self.recipe)
         if not _holds(folder, self.recipe):
             if (folder / "recipe.json").is_file():
                 _set_aside_results(folder)  # of another length
-            write_atomically(folder / "recipe.json", self.recipe.to_json().encode())
+            write_json(folder / "recipe.json", asdict(self.recipe), indent=2)
         return folder
 
     def _folder(self) -> Path:

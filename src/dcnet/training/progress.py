@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from dcnet.training.run import Run
+from dcnet.util.text import printable
 
 Numbers = Callable[[], tuple[float, float]]  # loss and accuracy of the epoch so far; asking makes a GPU wait
 
@@ -60,9 +61,9 @@ class Lines(Progress):
 
 def say_finished(run: Run) -> None:
     """Say that there is nothing left to train, and how to train longer."""
-    result, folder = run.result or {}, quote(str(run.folder))
+    result, folder = run.result or {}, printable(quote(str(run.folder)))
     _print(
-        f"{run.folder} is finished: {result.get('epochs', 0.0):.4g} epochs, accuracy {run.accuracy:.2f}%. "
+        f"{printable(run.folder)} is finished: {result.get('epochs', 0.0):.4g} epochs, accuracy {run.accuracy:.2f}%. "
         f"Nothing is left to do; to train longer: dcnet train --resume {folder} --epochs N, to start again: --overwrite"
     )
 
@@ -80,8 +81,8 @@ class Bars(Progress):
         from rich.progress import Progress as Rich
 
         text = "epoch {task.fields[epoch]} · {task.fields[rate]} images/s · loss {task.fields[loss]} · accuracy {task.fields[accuracy]}"
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self.rich = Rich(*columns)
+        name = TextColumn("{task.description}", markup=False)
+        self.rich = Rich(name, BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self.run = run
         self.batch = run.recipe.batch
         self.shown = 0.0
@@ -97,7 +98,7 @@ class Bars(Progress):
         epochs = steps / per_epoch
         self.per_epoch, self.of = per_epoch, f"{epochs:g}" if epochs < 1000 else f"{epochs:.0f}"
         self.start, self.began = done, time.perf_counter()
-        self.task = self.rich.add_task(self.run.folder.name, total=steps, completed=done, epoch="-", rate="-", loss="-", accuracy="-")
+        self.task = self.rich.add_task(printable(self.run.folder.name), total=steps, completed=done, epoch="-", rate="-", loss="-", accuracy="-")
 
     def step(self, step: int, seconds: float, numbers: Numbers) -> None:
         now = time.perf_counter()

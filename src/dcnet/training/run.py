@@ -9,8 +9,10 @@ from torch import nn
 
 from dcnet.models import create_model
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
+from dcnet.training.own_formulas import check_formulas
+from dcnet.training.own_formulas import trust_formulas as execute_formulas
 from dcnet.training.recipe import Recipe, read_recipe
-from dcnet.util.files import append_line, write_atomically
+from dcnet.util.files import append_line, write_atomically, write_json
 
 
 def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
@@ -102,7 +104,7 @@ class Run:
         append_line(self.folder / "metrics.jsonl", json.dumps(entry))
 
     def finish(self, result: dict[str, Any]) -> None:
-        write_atomically(self.folder / "result.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+        write_json(self.folder / "result.json", result, indent=2)
 
     @property
     def attacks(self) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ class Run:
     def add_attack(self, result: dict[str, Any]) -> Path:
         """Adds what an attack found; gives the file."""
         path = self.folder / "attacks.json"
-        write_atomically(path, (json.dumps([*self.attacks, result], ensure_ascii=False) + "\n").encode())
+        write_json(path, [*self.attacks, result])
         return path
 
     @property
@@ -131,6 +133,7 @@ class Run:
         """The network with the weights of the last checkpoint (their moving average, where there is one), in evaluation mode."""
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
+        check_formulas(self.folder, self.recipe)
         tensors, state = load_checkpoint(self.checkpoint)
         model = build_model(self.recipe, state["shape"])
         try:
@@ -140,8 +143,13 @@ class Run:
         return model.eval()
 
 
-def load(folder: str | Path) -> nn.Module:
-    """The network a run has trained, in evaluation mode: images in [0, 1] to logits."""
+def load(folder: str | Path, *, trust_formulas: bool = False) -> nn.Module:
+    """Return the network a run has trained, in evaluation mode: images in [0, 1] to logits.
+
+    trust_formulas: execute the copy of formulas of one's own that the folder has, where they are not registered here.
+    """
+    if trust_formulas:
+        execute_formulas(Path(folder))
     return Run(folder).model
 
 

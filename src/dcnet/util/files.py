@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _PART = ".part"
 
@@ -35,6 +37,11 @@ def write_atomically(path: Path, data: bytes) -> None:
                 partial.unlink(missing_ok=True)
             raise
         sync_folder(target.parent)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write the value as JSON, as `write_atomically` does. Bytes of a file's name that are not UTF-8 become the escapes that JSON has."""
+    write_atomically(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
 
 
 def append_line(path: Path, line: str) -> None:
