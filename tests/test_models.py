@@ -1,5 +1,7 @@
 """The networks: structure, twins, sizes, blocks against layers one after the other."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -133,3 +135,13 @@ def test_block_is_its_layers(training, momentum):
         torch.testing.assert_close(block(x, residual), torch.relu(twin_norm(twin_conv(x)) + residual))
     for a, b in zip([*conv.buffers(), *norm.buffers()], [*twin_conv.buffers(), *twin_norm.buffers()], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_unknown_arguments_are_named():
+    for options, message in (
+        ({"magnitud": "tanh"}, "create_model() has no argument 'magnitud'. Did you mean 'magnitude'? Possible: name, num_classes"),
+        ({"radus": 2.0, "magnitude": None}, "has no argument 'radus'. Did you mean 'radius'?"),
+        ({"device": "cpu"}, "has no argument 'device'."),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            dcnet.create_model("cnn9_narrow", **options)

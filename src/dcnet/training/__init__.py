@@ -1,5 +1,6 @@
 """Training: recipes, runs, checkpoints; the same on one device or under torchrun."""
 
+from dcnet.training.callback import Callback
 from dcnet.training.diagnose import NonFiniteLoss
 from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.interruption import Interrupted
@@ -7,16 +8,19 @@ from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe
 from dcnet.training.run import Run, build_model, find_runs, load
 from dcnet.training.settings import autocast_of, settings
+from dcnet.training.tensorboard import TensorBoard
 from dcnet.training.trainer import open_data, train
 
 __all__ = [
     "RECIPES",
+    "Callback",
     "Evaluation",
     "Interrupted",
     "NonFiniteLoss",
     "Ranks",
     "Recipe",
     "Run",
+    "TensorBoard",
     "autocast_of",
     "build_model",
     "change",
