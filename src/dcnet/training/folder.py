@@ -38,7 +38,7 @@ class Place:
         if not (folder / "recipe.json").is_file():
             return folder, False
         if not self.overwrite:
-            self._check_recipe(folder)
+            self.check_recipe(folder)
             if (folder / "result.json").is_file() and Run(folder).recipe == self.recipe:
                 return folder, True
             check_formulas(folder, self.recipe)
@@ -58,7 +58,7 @@ class Place:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock(folder)
             if not self.overwrite:
-                self._check_recipe(folder)
+                self.check_recipe(folder)
         for name in _WRITTEN:
             remove_partial(folder / name)
         if self.overwrite:
@@ -87,7 +87,7 @@ class Place:
         self.held.enter_context(locked(folder))
         self.locked = True
 
-    def _check_recipe(self, folder: Path) -> None:
+    def check_recipe(self, folder: Path) -> None:
         """Raise if another recipe's run is in the folder."""
         if not (folder / "recipe.json").is_file():
             return
@@ -101,6 +101,16 @@ class Place:
             flag = f"--steps {self.recipe.steps}" if self.recipe.steps is not None else f"--epochs {self.recipe.epochs:g}"
             hint += f"; or go on with it to another length: dcnet train --resume {quote(str(folder))} {flag} (in Python extend=True)"
         raise ValueError(f"{folder} holds another recipe's run: {differences}. {hint}")
+
+
+def open_run(folder: Path, recipe: Recipe) -> Run:
+    """Return the run in the folder, made if there is none, for another process to train; raise if another recipe's run is there."""
+    with ExitStack() as held:
+        place = Place(recipe, folder, held)
+        place.check_recipe(folder)
+        if not (folder / "recipe.json").is_file():
+            place.enter(folder)
+    return Run(folder)
 
 
 def total_steps(recipe: Recipe, per_epoch: int) -> int:
