@@ -32,7 +32,7 @@ from dcnet.training.settings import tf32
 
 OPERATORS = {"plain": "none", "sphere": "sphere", "ball": "ball", "tanh": "tanh"}
 DCNET = [sys.executable, "-m", "dcnet"]
-FAST = ["--precision", "tf32", "--channels-last", "--graphs", "--evaluate-every", "10"]  # how it is computed, not what
+FAST = ["--precision", "tf32", "--channels-last", "--graphs", "--evaluate-every", "10", "--schedule", "plateau"]
 # what is trained beside the networks of the tables, to see what their numbers depend on
 VARIANTS = {
     "": [],

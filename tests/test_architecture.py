@@ -25,11 +25,12 @@ ALLOWED = {
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
     "report": {"util", "version", "training", "inspection", "figures"},
+    "tables": {"util", "formulas", "training"},
     "robustness": {"formulas"},
     "bench": {"util", "circumstances", "formulas", "ops", "layers", "models"},
     "cli": {
         *("util", "circumstances", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
-        *("inspection", "figures", "report", "explorer", "bench", ""),
+        *("inspection", "figures", "report", "explorer", "bench", "tables", ""),
     },
     "__main__": {"cli"},
     "": {"formulas", "ops", "layers", "models", "training", "robustness", "version"},  # dcnet/__init__.py

@@ -44,7 +44,7 @@ def test_the_linear_weighted_operator_changes_nothing():
     report = dcnet.decouple_(model, "linear", "cosine", weighting="linear")
     assert report.converted == ["stem", "blocks.0", "blocks.1", "volume"]  # a shared module once
     assert list(report.skipped) == ["special", "late", "head"]
-    assert "Standardised" in report.skipped["special"]
+    assert "Standardised, with a forward of its own" in report.skipped["special"]
     assert "run the model once" in report.skipped["late"]
     assert "nn.Linear, which is not among types" in report.skipped["head"]
     assert model.again is model.blocks[1]
@@ -76,7 +76,9 @@ def test_weights_hooks_and_optimizers_survive():
 
 def test_linear_and_subclasses_when_asked():
     model = Model()
-    report = dcnet.decouple_(model, "log", types=(nn.Linear, Standardised))
+    with pytest.warns(UserWarning, match="special: the forward of Standardised is dropped"):
+        report = dcnet.decouple_(model, "log", types=(nn.Linear, Standardised))
+    assert report.notes == ["special: the forward of Standardised is dropped"]
     assert report.converted == ["special", "head"]
     assert type(model.special) is dcnet.DecoupledConv2d
     assert type(model.head) is dcnet.DecoupledLinear
@@ -116,3 +118,200 @@ def test_bad_options_leave_the_model_alone(options, message):
     dcnet.decouple_(nn.Conv2d(3, 4, 3))
     torch.set_rng_state(state)
     assert type(model.stem) is nn.Conv2d
+
+
+class Named(nn.Conv2d):
+    """A convolution with arguments of its own, and the arithmetic of the plain one, as torchvision's Conv3DSimple."""
+
+    def __init__(self, channels):
+        super().__init__(channels, channels, 3, padding=1)
+
+
+class Padded(nn.Conv2d):
+    """A convolution that pads on its own, as timm's Conv2dSame does."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(nn.functional.pad(x, (0, 1, 0, 1)), weight, bias)
+
+
+def test_subclasses_that_compute_the_same():
+    model = nn.Sequential(Named(3), Padded(3, 4, 3), nn.modules.linear.NonDynamicallyQuantizableLinear(4, 4))
+    report = dcnet.decouple_(model, "linear", "cosine", weighting="linear", types=(nn.Conv2d, nn.Linear))
+    assert report.converted == ["0", "2"]
+    assert "Padded, with a _conv_forward of its own" in report.skipped["1"]
+    assert type(model[0]) is dcnet.DecoupledConv2d
+    model = nn.Sequential(Named(3))
+    assert "Named, of nn.Conv2d, which is not among types" in dcnet.decouple_(model, types=(nn.Linear,)).skipped["0"]
+
+
+@pytest.mark.parametrize("parametrized", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_parametrized_layers_are_left(parametrized):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), parametrized(nn.Conv2d(4, 4, 3)), nn.Conv2d(4, 2, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    before = model(x)
+    # not even its own class helps: nothing is changed then
+    with pytest.raises(ValueError, match=r"cannot convert '1': its weight is computed by a parametrization .* Nothing has been changed"):
+        dcnet.decouple_(model, types=(nn.Conv2d, type(model[1])))
+    assert [type(layer).__name__ for layer in model] == ["Conv2d", "ParametrizedConv2d", "Conv2d"]
+    torch.testing.assert_close(model(x), before)
+    report = dcnet.decouple_(model, "linear", "cosine", weighting="linear")
+    assert report.converted == ["0", "2"]
+    assert "remove_parametrizations(layer, 'weight')" in report.skipped["1"]
+    torch.testing.assert_close(model(x), before)
+    # the advice of the report works
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    assert dcnet.decouple_(model, "linear", "cosine", weighting="linear").converted == ["1"]
+    parametrized(model[1])
+    torch.testing.assert_close(model(x), before, rtol=1e-3, atol=1e-3)
+
+
+def test_all_or_nothing(monkeypatch):
+    model = Model()
+    x = torch.randn(2, 3, 12, 12)
+    before, keys = model(x), model.state_dict().keys()
+    start, calls = dcnet.layers.Decoupled._init_decoupling, []
+
+    def failing(self, **options):
+        start(self, **options)
+        calls.append(self)
+        if len(calls) == 3:
+            raise MemoryError("no memory for the third")
+
+    monkeypatch.setattr(dcnet.layers.Decoupled, "_init_decoupling", failing)
+    with pytest.raises(MemoryError):
+        dcnet.decouple_(model)
+    assert not any(isinstance(module, dcnet.layers.Decoupled) for module in model.modules())
+    assert model.state_dict().keys() == keys
+    assert vars(model.stem).keys() == vars(nn.Conv2d(3, 8, 3)).keys()
+    torch.testing.assert_close(model(x), before)
+
+
+def transformer():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 2)
+
+
+def test_transformers_call_their_layers_in_evaluation():
+    model, x = transformer(), torch.randn(3, 5, 16)
+    padding = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 3 + [True] * 2])
+    report = dcnet.decouple_(model, "tanh", types=(nn.Linear,))
+    assert report.converted == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
+    assert "MultiheadAttention multiplies by its weight without calling it" in report.skipped["layers.0.self_attn.out_proj"]
+    assert any("2 nn.TransformerEncoderLayer no longer take PyTorch's fast path" in note for note in report.notes)
+    model.train()
+    model(x)  # averages of E{‖x‖}
+    model.eval()
+    expected = model(x)  # a gradient is wanted: no fast path
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+        masked = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(masked, model(x, src_key_padding_mask=padding).detach())
+    plain = transformer().eval()
+    assert float((plain(x) - expected).detach().norm()) > 0.1 * float(expected.detach().norm())  # conversion changes something
+
+
+class Fusable(nn.Module):
+    """A block as timm's `reparameterize_model` finds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def fuse(self):
+        return nn.utils.fusion.fuse_conv_bn_eval(self.conv, self.bn)
+
+    def forward(self, x):
+        return self.bn(self.conv(x))
+
+
+class Fusing(nn.Module):
+    """A model in which fusing means something else, and one submodule is called so."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.reparameterize = Fusable(), nn.Conv2d(3, 3, 1)
+
+    def fuse(self, x, y):
+        return x + y
+
+    def forward(self, x):
+        return self.fuse(self.reparameterize(x), self.block(x))
+
+
+def test_methods_that_merge_kernels_are_refused():
+    model = Fusing()
+    report = dcnet.decouple_(model)
+    with pytest.raises(RuntimeError, match=r"block.fuse\(\) merges kernels .* 'block.conv' is decoupled"):
+        model.block.fuse()
+    assert any("block.fuse() would merge decoupled kernels wrongly" in note for note in report.notes)
+    assert model(torch.randn(1, 3, 4, 4)).shape == (1, 3, 4, 4)
+    with pytest.raises(RuntimeError, match="merges kernels"):
+        copy.deepcopy(model).block.fuse()
+    left = Fusing()
+    dcnet.decouple_(left, where=lambda name, module: "block" not in name)
+    left.eval().block.fuse()
+
+
+def test_an_optimizer_made_before():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(5 * 16, 2))
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2:].parameters()}], lr=0.1, momentum=0.9, weight_decay=0.01
+    )
+    report = dcnet.decouple_(model, "tanh", "sigmoid:k=learned", optimizer=optimizer)
+    assert report.added == ["0.raw_radius", "0.raw_k", "2.raw_radius", "2.raw_k"]
+    assert any("still decays the kernels of 2 unweighted layers (0, …)" in note for note in report.notes)
+    assert [(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.3, 0.9, 0.01),
+        (0.1, 0.9, 0.01),
+        (0.3, 0.9, 0.0),
+        (0.1, 0.9, 0.0),
+    ]
+    before = {name: model.get_parameter(name).detach().clone() for name in report.added}
+    model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    for name, value in before.items():
+        assert not torch.equal(model.get_parameter(name), value), name
+
+
+def test_what_an_optimizer_does_not_know():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3))
+    stranger = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="no parameter of any of the 2 layers to convert"):
+        dcnet.decouple_(model, optimizer=stranger)
+    scheduled = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    with pytest.raises(ValueError, match="schedule already"):
+        dcnet.decouple_(model, optimizer=scheduled)
+    with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got list"):
+        dcnet.decouple_(model, optimizer=list(model.parameters()))
+    assert type(model[0]) is nn.Conv2d
+    some = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    report = dcnet.decouple_(model, optimizer=some)
+    assert len(some.param_groups[1]["params"]) == 1
+    assert any(note.startswith("the optimizer has no parameter of 0,") for note in report.notes)
+    report = dcnet.decouple_(nn.Conv2d(3, 4, 3))
+    assert report.added == ["raw_radius"]
+    assert "an optimizer made before does not know the 1 new parameters (raw_radius, …): pass it as optimizer=" in str(report)
+    assert dcnet.decouple_(nn.Conv2d(3, 4, 3), "sphere").notes == []
+
+
+def test_wrapped_models_are_refused(tmp_path):
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch is built without gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Conv2d(3, 4, 3))
+        with pytest.raises(ValueError, match=r"wrapped already \(DistributedDataParallel\); convert it first"):
+            dcnet.decouple_(wrapped)
+        sharded = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(sharded[0], mesh=mesh)
+        with pytest.raises(ValueError, match=r"wrapped already \(FSDPConv2d\)"):
+            dcnet.decouple_(sharded)
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -305,3 +306,37 @@ def test_recalibrate():
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
     assert [module.training for module in net.modules()] == modes
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
+@pytest.mark.parametrize(
+    ("how", "momentum", "value"),
+    [("compiled", 0.1, math.nan), *((how, *rest) for how in ("eager", "fused") for rest in ((0.1, math.nan), (None, math.inf)))],
+)
+def test_a_pixel_that_is_not_finite_does_not_stay(how, momentum, value):
+    """The batch it is in does not enter the averages, whether it is the first or a later one; groups without it go on."""
+    if how == "fused":
+        pytest.importorskip("triton")
+    device = "cuda" if how == "fused" and torch.cuda.is_available() else "cpu"
+    good = [torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(i)).to(device) for i in range(3)]
+    bad = good[0].clone()
+    bad[1, 0, 2, 2] = value
+    for groups in (1, 2) if how != "compiled" else (2,):
+        layers = []
+        for batches in ([bad, good[1], bad, good[2]], [good[1], good[2]]):
+            layer = dcnet.DecoupledConv2d(4, 6, 3, groups=groups, momentum=momentum, impl="fused" if how == "fused" else "auto", device=device)
+            call = torch.compile(layer, backend="aot_eager") if how == "compiled" else layer
+            for x in batches:
+                call(x)
+            layers.append(layer)
+        assert layers[0].num_batches_tracked.item() == 2.0
+        torch.testing.assert_close(layers[0].running_norm[0], layers[1].running_norm[0])
+        assert layers[0].running_norm.isfinite().all()
+        if groups == 2:
+            assert layers[0].running_norm[1] != layers[1].running_norm[1]
+
+
+def test_the_name_of_the_input():
+    """As nn.Conv2d and nn.Linear have it."""
+    for layer, x in ((dcnet.DecoupledConv2d(3, 4, 3), torch.randn(1, 3, 5, 5)), (dcnet.DecoupledLinear(3, 4), torch.randn(2, 3))):
+        assert torch.equal(layer.eval()(input=x), layer(x))

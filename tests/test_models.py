@@ -43,10 +43,10 @@ PARAMETERS = {
     + (conv(256, 512) + stage(512, 512, 3))
     + conv(512, 1024)
     + (1024 * 10 + 10)
-    + (4 + 6),  # slopes: of the convolutions between stages, and one in each unit
+    + (128 + 128 + 256 + 512 + 1024 + 1 * 128 + 2 * 256 + 3 * 512),  # slopes: of root and convolutions between stages, and in each unit
     "cnn6_2d": sum([conv(3, 32), conv(32, 32), conv(32, 64), conv(64, 64), conv(64, 128), conv(128, 128)])
     + (128 * 16 * 256 + 2 * 256)
-    + (256 * 2 + 2 * 2)
+    + 256 * 2
     + (2 * 10 + 10),
 }
 
@@ -102,7 +102,7 @@ def test_options():
         "cnn9_narrow", norm="batch", activation="prelu", head="normalized", penultimate_activation=True, weighting="linear", radius=2.0
     )
     assert isinstance(net.head, dcnet.DecoupledLinear)
-    assert net.penultimate.slope.tolist() == [0.0]
+    assert net.penultimate.slope.tolist() == [0.0] * 256
     assert net.stages[0].conv.weighting == "linear"
     assert net(torch.rand(2, 3, 32, 32)).shape == (2, 10)
     torch.testing.assert_close(net.normalize(torch.full((1, 3, 1, 1), 0.5)), torch.zeros(1, 3, 1, 1))
@@ -113,7 +113,9 @@ def test_options():
         ({"norm": "layer"}, "unknown norm 'layer'"),
         ({"activation": "gelu"}, "unknown activation 'gelu'"),
         ({"head": "cosine"}, "unknown head 'cosine'"),
-        ({"name": "resnet18", "penultimate_activation": True}, "resnet18 has no penultimate layer"),
+        ({"name": "resnet18", "penultimate_activation": True}, "resnet18 has no penultimate layer .* possible for cnn9, cnn9_narrow"),
+        ({"name": "cnn6_2d", "penultimate_norm": True}, "penultimate_norm=True: cnn6_2d has no penultimate layer of which"),
+        ({"root_activation": True}, "cnn9 has no root convolution; possible for resnet32"),
         ({"input_size": 7}, "input_size=7 is too small for 3 poolings; possible: 8 and up"),
         ({"magnitude": None, "radius": 2.0}, "magnitude=None builds a plain network"),
     ]:
@@ -135,6 +137,37 @@ def test_block_is_its_layers(training, momentum):
         torch.testing.assert_close(block(x, residual), torch.relu(twin_norm(twin_conv(x)) + residual))
     for a, b in zip([*conv.buffers(), *norm.buffers()], [*twin_conv.buffers(), *twin_norm.buffers()], strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_two_features_are_the_operators_own():
+    """Bounded by α for SphereConv, whatever the input: nothing normalizes them, and nothing follows."""
+    net = dcnet.create_model("cnn6_2d", in_channels=1, input_size=28, magnitude="sphere").train()
+    features = net.features(torch.rand(16, 1, 28, 28))
+    assert features.shape == (16, 2)
+    assert features.abs().max() <= 1.0
+    assert net.penultimate.norm is None
+    assert net.penultimate.activation is None
+
+
+def test_activations_of_roots():
+    assert [dcnet.create_model(name).root.activation for name in ("resnet32", "resnet18", "resnet18_modified")] == [None, "relu", "prelu"]
+    assert dcnet.create_model("resnet32", root_activation=True).root.activation == "relu"
+    assert dcnet.create_model("resnet18", root_activation=False).root.activation is None
+
+
+def test_penultimate_norm():
+    assert dcnet.create_model("cnn9").penultimate.norm is not None
+    assert dcnet.create_model("cnn9", penultimate_norm=False).penultimate.norm is None
+
+
+def test_a_normalized_classifier_is_neither_projected_nor_orthogonal():
+    net = dcnet.create_model("cnn9_narrow", head="normalized", input_size=8)
+    before = net.head.weight.detach().clone()
+    assert "head" not in dcnet.project_weights_(net)
+    torch.testing.assert_close(net.head.weight, before)
+    dcnet.orthogonal_penalty(net).backward()
+    assert net.head.weight.grad is None
+    assert net.penultimate.conv.weight.grad is not None
 
 
 def test_unknown_arguments_are_named():

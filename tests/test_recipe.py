@@ -33,7 +33,8 @@ def test_the_paper():
     assert (imagenet.optimizer, imagenet.lr, imagenet.batch, imagenet.steps, imagenet.weight_decay) == ("sgd", 0.1, 40, 700_000, 1e-4)
     assert [round(m * 700) for m in imagenet.milestones] == [200, 375, 550]
     adversarial = make_recipe("paper-adversarial")
-    assert (adversarial.optimizer, adversarial.schedule, adversarial.weight_decay, adversarial.label_smoothing) == ("adam", "plateau", 0.0, 0.0)
+    assert (adversarial.optimizer, adversarial.schedule, adversarial.weight_decay, adversarial.label_smoothing) == ("adam", "step", 0.0, 0.0)
+    assert adversarial.milestones == (0.5, 0.75, 0.9)
     assert (adversarial.projection, adversarial.orthogonality) == (0, 0.0)
 
 
@@ -67,6 +68,8 @@ def test_epochs_take_the_place_of_steps():
         ({"milestones": (0.5,)}, r"milestones=\(0.5,\) are for schedule='step', not 'constant'"),
         ({"schedule": "step"}, r"schedule='step' needs milestones"),
         ({"milestones": ("a",)}, r"milestones=\('a',\) must be numbers"),
+        ({"plain_kernels": "projected"}, r"plain_kernels='projected' needs projection > 0"),
+        ({"loss": "floor"}, r"unknown loss 'floor'. Did you mean 'floored'"),
         ({"nesterov": True}, r"nesterov=True is for optimizer='sgd'"),
         ({"magnitude": None, "radius": "2"}, r"radius='2' is for decoupled layers"),
         ({"seed": 2**32}, r"seed=4294967296 must be ≥ 0 and <"),
@@ -113,10 +116,11 @@ def test_onecycle():
 
 
 def test_plateau():
+    """On the training error, which must fall by a hundredth to count as lower."""
     schedule = Schedule(Recipe(schedule="plateau", patience=2), 100)
     factors = []
-    for loss in (3.0, 2.0, 2.0, 2.5, 1.0, 1.0, 1.0, 1.0, 1.0):
-        schedule.epoch_ended(loss)
+    for error in (30.0, 20.0, 19.9, 25.0, 10.0, 10.0, 9.95, 9.93, 10.0):
+        schedule.epoch_ended(error)
         factors.append(round(math.log10(schedule.factor(0))))
     assert factors == [0, 0, 0, -1, -1, -1, -2, -2, -3]
     other = Schedule(Recipe(schedule="plateau", patience=2), 100)

@@ -344,3 +344,99 @@ def test_the_model_is_left_alone(trained):
     evaluate(model, images[:20], labels[:20], "fgsm,pgd:steps=2,square:queries=5,deepfool:iterations=2", EPS)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class NotFinite(nn.Module):
+    """A model that answers something else for images with a pixel above a threshold."""
+
+    def __init__(self, model, above, value):
+        super().__init__()
+        self.model, self.above, self.value = model, above, value
+
+    def forward(self, x):
+        odd = x.flatten(1).amax(1, keepdim=True) > self.above
+        return torch.where(odd, self.value, self.model(x))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_model_without_finite_logits_is_refused(linear, value):
+    model, images, labels, *_ = linear
+    for attack in ("none", *robustness.ATTACKS):
+        if attack == "auto":
+            pytest.importorskip("pyautoattack")
+        # on all images, on a single one beyond the first sixteen
+        spiked = images.clone()
+        spiked[30, 0, 0, 0] = 0.95
+        message = rf"the model \(NotFinite\) gives logits that are not finite for .*{value}"
+        for above, given in ((0.0, images), (0.9, spiked)):
+            broken = NotFinite(model, above, value).eval()
+            with pytest.raises(ValueError, match=message):
+                evaluate(broken, given, labels, attack if attack != "none" else ())
+        if attack != "none":
+            with pytest.raises(ValueError, match=message):
+                robustness.ATTACKS[attack](NotFinite(model, 0.0, value).eval(), images, labels)
+
+
+@pytest.mark.parametrize("attack", ["fgsm", "bim", "pgd", "deepfool", "square", "deepfool:norm=linf"])
+def test_a_model_that_breaks_under_attack_is_refused(linear, attack):
+    """Finite on every image, NaN where an attack goes: argmax of NaN is class 0, which may be the label."""
+    model, images, labels, *_ = linear
+    model = nn.Sequential(NotFinite(model, float(images.max()) + 1e-6, math.nan)).eval()
+    images = images.clone()
+    images[:, 0] = images.max()  # any way up leads out
+    with torch.no_grad():
+        labels = model(images).argmax(1)
+        assert model(images).isfinite().all()
+    with pytest.raises(ValueError, match=r"the model \(Sequential\) gives logits that are not finite for"):
+        evaluate(model, images, labels, attack, 0.4)
+
+
+def test_gradients_that_are_not_finite(linear):
+    model, images, labels, *_ = linear
+
+    class Rooted(nn.Module):
+        def forward(self, x):
+            return model(x) + 0.0 * (x - x.detach()).abs().sqrt().sum((1, 2, 3))[:, None]
+
+    for attack in (fgsm, bim, pgd, deepfool):
+        with pytest.raises(ValueError, match=r"\(Rooted\) gives gradients in the images that are not finite for 40 of 40 images"):
+            attack(Rooted().eval(), images, labels)
+
+
+class Scaled(nn.Module):
+    def __init__(self, model, by):
+        super().__init__()
+        self.model, self.by = model, by
+
+    def forward(self, x):
+        return self.by * self.model(x)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_deepfool_does_not_depend_on_the_scale_of_logits(trained, norm):
+    model, images, labels = trained[0], trained[1][:20], trained[2][:20]
+    _, expected = deepfool(model, images, labels, norm=norm)
+    assert expected.isfinite().all()
+    for scale in (1e-6, 1e-3, 1e4, 1e6):
+        _, sizes = deepfool(Scaled(model, scale).eval(), images, labels, norm=norm)
+        torch.testing.assert_close(sizes, expected, rtol=0.02, atol=2e-4)
+
+
+class Constant(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.logits = nn.Parameter(torch.arange(float(classes)))
+
+    def forward(self, x):
+        return self.logits.expand(len(x), -1)
+
+
+def test_models_that_know_one_answer():
+    images, labels = torch.rand(4, 1, 3, 3), torch.full((4,), 2)
+    with pytest.raises(ValueError, match=r"the model \(Constant\) gives the same logits for all 4 images"):
+        deepfool(Constant(3).eval(), images, labels)
+    for attack in (fgsm, pgd, deepfool, square):
+        with pytest.raises(ValueError, match=r"the model \(Constant\) knows 1 class; .* attacks need two"):
+            attack(Constant(1).eval(), images, torch.zeros(4, dtype=torch.int64))
+    _, sizes = deepfool(Constant(3).eval(), images[:1], labels[:1])  # one image does not tell
+    assert sizes.tolist() == [math.inf]

@@ -27,7 +27,7 @@ from dcnet.layers import (
     weight_gradients_,
 )
 from dcnet.models import create_model, list_models
-from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
+from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, fvcore_handles, patch_norm
 from dcnet.training import Callback, Recipe, Run, load, make_recipe, read_recipe, train
 from dcnet.version import __version__
 
@@ -55,6 +55,7 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "fvcore_handles",
     "learnable",
     "list_models",
     "load",

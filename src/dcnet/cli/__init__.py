@@ -10,6 +10,7 @@ import dcnet
 from dcnet.cli import attacking, benching, drawing, evaluating, exploring, listing, predict, runs, training
 from dcnet.cli.common import say
 from dcnet.cli.help import CONTEXT, Command, Group
+from dcnet.cli.table import table
 
 
 def _catalogue() -> str:
@@ -42,6 +43,7 @@ app.command(cls=Command)(benching.bench)
 app.command(cls=Command, no_args_is_help=True)(drawing.figure)
 app.command(cls=Command, no_args_is_help=True)(drawing.report)
 app.command(cls=Command)(exploring.explore)
+app.command(cls=Command, no_args_is_help=True)(table)
 for listed in (listing.models, listing.recipes, listing.data, listing.operators):
     app.command(cls=Command, rich_help_panel="What there is")(listed)
 

@@ -37,7 +37,7 @@ def _flag(name: str) -> Any:
     return kinds[0] | None
 
 
-def _value(name: str, given: Any) -> Any:
+def value_of_flag(name: str, given: Any) -> Any:
     """What a flag says, as the field takes it."""
     kinds = _kinds(name)
     if types.NoneType in kinds and given == "none":
@@ -65,7 +65,7 @@ def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
 
     def called(**values: Any) -> None:
-        given = {entry.name: _value(entry.name, values[entry.name]) for entry in fields(Recipe) if values[entry.name] is not None}
+        given = {entry.name: value_of_flag(entry.name, values[entry.name]) for entry in fields(Recipe) if values[entry.name] is not None}
         command(given=given, **{p.name: values[p.name] for p in own})
 
     flags = []

@@ -17,6 +17,7 @@ from dcnet.layers.optimisation import (
     orthogonal_penalty,
     orthonormal_penalty,
     parameter_groups,
+    project_kernels_,
     project_weights_,
     weight_gradients_,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "orthogonal_penalty",
     "orthonormal_penalty",
     "parameter_groups",
+    "project_kernels_",
     "project_weights_",
     "recalibrate_",
     "sync_norms_",

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from dcnet.layers.decoupled import Decoupled
 from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
@@ -34,7 +35,7 @@ def takes_carry(module: nn.Module) -> bool:
 class Block(Carrying):
     """act(norm(conv(x)) + residual); fewer passes over memory where the convolution is decoupled, before a BatchNorm or a ReLU.
 
-    activation: None, "relu", or "prelu" (one slope, starting at 0).
+    activation: None, "relu", or "prelu" (a slope for each channel, starting at 0).
     Where passes are shared, a forward hook on the convolution sees the finished result.
     """
 
@@ -47,18 +48,26 @@ class Block(Carrying):
         self.conv = conv
         self.norm = norm
         self.activation = activation
-        self.slope = nn.Parameter(torch.zeros(1)) if activation == "prelu" else None
+        self.slope = nn.Parameter(torch.zeros(len(conv.weight))) if activation == "prelu" else None  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
         """The finished convolution of x; `carry` is for `Chain`."""
         conv, norm = self.conv, self.norm
+        if isinstance(x, Proxy):  # torch.fx records a module after the other
+            return self._one_by_one(x, residual)
+        if conv._forward_pre_hooks_with_kwargs:  # FSDP2's, for one, casts what it finds there: running averages would move in a copy
+            return self._one_by_one(x, residual)
         if carry is not None and (hooked(self) or hooked(conv)):
             carry = None
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             return conv(x, finish=self._finish(norm, residual, carry))
         if isinstance(conv, Decoupled) and norm is None and residual is None and self.activation == "relu":
             return conv(x, finish=ONLY_RELU)
-        y = conv(x)
+        return self._one_by_one(x, residual)
+
+    def _one_by_one(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The same with a pass for each."""
+        y, norm = self.conv(x), self.norm
         if norm is not None:
             y = norm(y)
         if residual is not None:

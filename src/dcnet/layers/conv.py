@@ -51,11 +51,11 @@ class _DecoupledConv(Decoupled):
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_channels, self.groups
 
-    def forward(self, x: Tensor, finish: Finish | None = None) -> Tensor:
-        """The decoupled convolution of x, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
+    def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
+        """The decoupled convolution of the input, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
         make = geometry if torch.compiler.is_compiling() else known_geometry
         where = make(self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, len(self.kernel_size))
-        return self._decouple(x, where, finish)
+        return self._decouple(input, where, finish)
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):

@@ -1,39 +1,37 @@
 """Turning the convolutions of a model someone already has into decoupled ones, in place."""
 
+import warnings
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from dcnet.formulas import nearest
-from dcnet.layers.conv import DecoupledConv1d, DecoupledConv2d, DecoupledConv3d
+from dcnet.layers.candidates import CONVERTIBLE, TWINS, plain_class, reason_to_leave, refuse_wrapped, what_it_overrides
 from dcnet.layers.decoupled import Decoupled, Spec, check_options
-from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.optimisation import Where
+from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
+from dcnet.layers.other_code import refuse_fusion_, use_layers_
 
-_TWINS: dict[type[nn.Module], type[Decoupled]] = {
-    nn.Conv1d: DecoupledConv1d,
-    nn.Conv2d: DecoupledConv2d,
-    nn.Conv3d: DecoupledConv3d,
-    nn.Linear: DecoupledLinear,
-}
-_CONVERTIBLE: tuple[type[nn.Module], ...] = tuple(_TWINS)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
 class DecoupleReport:
-    """What `decouple_` did: the names it converted, and the names it left with the reason."""
+    """What `decouple_` did: the names it converted, the names it left with the reason, and what else there is to know."""
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)  # the new parameters
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} left as they were"]
         lines += [f"  converted {_shown(name)}" for name in self.converted]
         lines += [f"  left      {_shown(name)}: {reason}" for name, reason in self.skipped.items()]
+        lines += [f"  note      {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -47,21 +45,24 @@ def decouple_(
     angular: Spec = "cosine",
     where: Where | None = None,
     types: tuple[type[nn.Module], ...] = CONVOLUTIONS,
+    optimizer: torch.optim.Optimizer | None = None,
     **layer_options: Any,
 ) -> DecoupleReport:
     """A report of the layers converted and left; `model` itself is changed, its weights and biases are kept.
 
     where: `where(name, module)` says which candidates to convert; all of them without it.
-    types: the classes to convert, exactly; name `nn.Linear`, or a subclass of a convolution, to convert those too.
+    types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. A subclass with
+        arithmetic of its own is converted if it is named here, loses that arithmetic, and a warning says so.
+    optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
-    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid.
+    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
     """
     if isinstance(types, type):
         types = (types,)
     for kind in types:
-        if not isinstance(kind, type) or not issubclass(kind, _CONVERTIBLE):
-            possible = ", ".join(f"nn.{known.__name__}" for known in _TWINS)
+        if not isinstance(kind, type) or not issubclass(kind, CONVERTIBLE):
+            possible = ", ".join(f"nn.{known.__name__}" for known in TWINS)
             raise ValueError(f"types: cannot convert {kind!r}; possible: {possible} and their subclasses")
     if where is not None and not callable(where):
         raise TypeError(f"where must be a function of (name, module), got {where!r}")
@@ -69,37 +70,77 @@ def decouple_(
     for name in layer_options:
         if name not in options:
             raise TypeError(f"decouple_ has no option {name!r}.{nearest(name, options)} Possible: {', '.join(options)}")
-    check_options(magnitude, angular, **layer_options)  # before the model is touched
-    report = DecoupleReport()
-    for name, module in list(model.named_modules()):  # a shared module comes once
-        if not isinstance(module, _CONVERTIBLE):
-            continue
-        reason = _reason_to_leave(name, module, types, where)
-        if reason:
-            report.skipped[name] = reason
-            continue
-        twin = next(twin for plain, twin in _TWINS.items() if isinstance(module, plain))
-        # The decoupled layers are the plain ones with other arithmetic, so changing the class converts the layer.
-        module.__class__ = twin
-        assert isinstance(module, Decoupled)
-        module._init_decoupling(magnitude=magnitude, angular=angular, **layer_options)
-        report.converted.append(name)
+    check_options(magnitude, angular, **layer_options)
+    check_optimizer(optimizer)
+    refuse_wrapped(model)
+
+    report, chosen = DecoupleReport(), {}
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    for name, module in model.named_modules():  # a shared module comes once
+        if isinstance(module, CONVERTIBLE):
+            reason = reason_to_leave(name, module, parents.get(module), types, where)
+            if reason:
+                report.skipped[name] = reason
+            else:
+                chosen[name] = module
+    report.notes += _warn_of_what_is_dropped(chosen)
+    groups = groups_for(optimizer, chosen)
+    _convert(chosen, {"magnitude": magnitude, "angular": angular, **layer_options})
+    report.converted = list(chosen)
+    report.added = [f"{name}.{own}".lstrip(".") for name, layer in chosen.items() for own in _new_parameters(layer)]
+    report.notes += use_layers_(model, chosen)
+    report.notes += refuse_fusion_(model, chosen)
+    _tell_optimizer(report, chosen, groups)
     return report
 
 
-def _reason_to_leave(name: str, module: nn.Module, types: tuple[type[nn.Module], ...], where: Where | None) -> str:
-    kind = type(module)
-    if isinstance(module, Decoupled):
-        return "decoupled already"
-    if isinstance(module, LazyModuleMixin):
-        return "its shape is not known yet; run the model once, then convert"
-    if kind not in types:
-        named = kind.__name__ if kind not in _TWINS else f"nn.{kind.__name__}"
-        return (
-            f"a {named}, which is not among types"
-            if kind in _TWINS
-            else f"a subclass, {named}, with arithmetic of its own; name it in types to convert it"
+def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
+    """Converts them all, or, if one fails, none."""
+    before = {}
+    try:
+        for module in chosen.values():
+            state = dict(module.__dict__)
+            before[module] = type(module), state | {key: state[key].copy() for key in ("_parameters", "_buffers")}
+            # The decoupled layers are the plain ones with other arithmetic, so changing the class converts the layer.
+            module.__class__ = TWINS[plain_class(module)]
+            assert isinstance(module, Decoupled)
+            module._init_decoupling(**options)
+    except BaseException:
+        for module, (kind, state) in before.items():
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(state)
+        raise
+
+
+def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in layer.named_parameters(recurse=False) if name.startswith("raw_")}
+
+
+def _warn_of_what_is_dropped(chosen: dict[str, nn.Module]) -> list[str]:
+    """Notes on the layers whose own arithmetic is about to go; a warning too, since a report need not be looked at."""
+    dropped = {name: what for name, module in chosen.items() if (what := what_it_overrides(type(module)))}
+    notes = [f"{_shown(name)}: the {what} of {type(chosen[name]).__name__} is dropped" for name, what in dropped.items()]
+    if notes:
+        warnings.warn(f"decouple_ drops arithmetic of subclasses named in types: {'; '.join(notes)}", UserWarning, stacklevel=3)
+    return notes
+
+
+def _tell_optimizer(report: DecoupleReport, chosen: dict[str, nn.Module], groups: Groups | None) -> None:
+    new = {layer: list(_new_parameters(layer).values()) for layer in chosen.values()}
+    if groups is not None:
+        groups.add(new)
+        unknown = [name for name, layer in chosen.items() if layer not in groups]
+        if unknown:
+            report.notes.append(f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what is new there either")
+        decaying = [name for name, layer in chosen.items() if groups.decays(layer)]
+        if decaying:
+            report.notes.append(
+                f"the optimizer still decays the kernels of {len(decaying)} unweighted layers ({decaying[0] or 'the model itself'}, …), "
+                "whose length means nothing; an optimizer made anew from dcnet.parameter_groups(model) does not",
+            )
+    elif report.added:
+        report.notes.append(
+            f"an optimizer made before does not know the {len(report.added)} new parameters ({report.added[0]}, …): pass it as optimizer=, "
+            "or make it now, from dcnet.parameter_groups(model)",
         )
-    if where is not None and not where(name, module):
-        return "where(name, module) said no"
-    return ""

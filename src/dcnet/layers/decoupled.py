@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from dcnet.formulas import Choice, Formula, Learnable
 from dcnet.ops import (
@@ -21,6 +22,7 @@ from dcnet.ops import (
     decouple,
     distributed,
     make_operator,
+    recorded_by_jit,
 )
 
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
@@ -31,7 +33,8 @@ Spec = str | Formula | Choice
 class Decoupled(nn.Module):
     """Mixed into a plain layer: same arguments, same `weight` and `bias` keys, other arithmetic.
 
-    magnitude, angular: names from `dcnet.magnitudes()` and `dcnet.angulars()`, with parameters as in "seg:beta=0.2".
+    magnitude, angular: names from `dcnet.magnitudes()` and `dcnet.angulars()`, with parameters as in "seg:beta=0.2". "tanh" with "cosine" is the
+    paper's running example; "seg" with "square_cosine", without an activation behind, was the best in our measurements (docs/choosing.md).
     weighting: None, "linear", "joint" or "separate": how ‖w‖ enters the magnitude.
     radius: "learned" (per kernel, in units of the mean patch norm E{‖x‖}; ignored by magnitudes without a radius), or a number.
     eps: inside every norm. momentum: of the running average of E{‖x‖}; None for a cumulative average.
@@ -45,6 +48,8 @@ class Decoupled(nn.Module):
     num_batches_tracked: Tensor | None
     operator: Operator
     groups: int
+    constrained = True  # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
+    weighted_gradient: Any = None  # what `weight_gradients_` puts here
 
     def _init_decoupling(
         self,
@@ -114,14 +119,17 @@ class Decoupled(nn.Module):
                 values[name] = bounds.value(raw.to(compute_dtype(raw)))
         return values
 
-    def _decouple(self, x: Tensor, where: Any, finish: Finish | None = None) -> Tensor:
+    def _decouple(self, x: Any, where: Any, finish: Finish | None = None) -> Tensor:
+        if isinstance(x, Proxy):
+            return self._as_leaf(x)
         check_input(x, "input")
+        if self.weighted_gradient is not None:
+            self.weighted_gradient.of(self.weight)
         mean_norm: MeanNorm = None
         running_norm, raw_radius = self.running_norm, self.raw_radius  # each costs a call
         if running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
-            has_mean = x.numel() > 0 or (self.sync and distributed())
-            if self.training and has_mean:
+            if self.training and (recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())):
                 mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
                 mean_norm = running_norm.clone() if torch.is_grad_enabled() else running_norm
@@ -139,6 +147,13 @@ class Decoupled(nn.Module):
             self.impl,
             finish,
         )
+
+    def _as_leaf(self, x: Proxy) -> Any:
+        """What `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
+        name = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
+        if not name:
+            raise TypeError("torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace nn.Sequential(layer)")
+        return x.tracer.create_proxy("call_module", name, (x,), {})
 
     # -- state -----------------------------------------------------------------------------------------------------
 

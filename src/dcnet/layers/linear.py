@@ -37,6 +37,6 @@ class DecoupledLinear(Decoupled, nn.Linear):
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_features, 1
 
-    def forward(self, x: Tensor, finish: Finish | None = None) -> Tensor:
-        """The decoupled linear map of x (…, in_features): (…, out_features); `finish` is for `Block`."""
-        return self._decouple(x, LINEAR, finish)
+    def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
+        """The decoupled linear map of the input (…, in_features): (…, out_features); `finish` is for `Block`."""
+        return self._decouple(input, LINEAR, finish)

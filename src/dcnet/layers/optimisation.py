@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
-from dcnet.ops import compute_dtype, kernel_norm
+from dcnet.layers.sharding import check_shape, is_sharded, modules_of_fsdp, reshard_, whole_kernels
+from dcnet.ops import compute_dtype, root
 
 Where = Callable[[str, nn.Module], bool]
 
 
 def _unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, Decoupled]:
     """The decoupled layers, all unweighted; raises if one of them is not, since its output depends on ‖w‖."""
-    layers = decoupled_layers(model, where)
+    layers = {name: layer for name, layer in decoupled_layers(model, where).items() if layer.constrained}
     for name, layer in layers.items():
         if layer.weighting is not None:
             raise ValueError(
@@ -26,6 +28,7 @@ def _unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, D
                 f"{what} changes the kernels themselves, but those of layer {name or '(the model itself)'!r} are computed from other parameters "
                 f"({', '.join(_sources(layer)) or 'unknown'}). Remove the parametrization, or leave the layer out with where=",
             )
+        check_shape(name, layer)
     return layers
 
 
@@ -38,13 +41,20 @@ def _sources(layer: Decoupled) -> list[str]:
 def project_weights_(model: nn.Module, scale: float = 1.0, where: Where | None = None) -> list[str]:
     """The names of the decoupled layers whose kernels have been set to s·w/sqrt(Σw²); a zero kernel is left alone."""
     _check_scale(scale)
+    reshard_(model)
     layers = _unweighted(model, where, "weight projection")
     for layer in layers.values():
-        # float64: a kernel too small for its squares in float32 still has a direction
-        norm = layer.weight.double().flatten(1).norm(dim=1)
-        ratio = torch.where(norm > 0.0, scale / norm, 1.0)
-        layer.weight.copy_(layer.weight.double() * ratio.reshape(-1, *[1] * (layer.weight.dim() - 1)))
+        project_kernels_(layer.weight, scale)
     return list(layers)
+
+
+@torch.no_grad()
+def project_kernels_(weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Set each kernel of a weight (out_channels, …) to s·w/sqrt(Σw²) in place; a zero kernel is left alone."""
+    exact = weight.double()  # a kernel too small for its squares in float32 still has a direction
+    # one number for each kernel in the shape of the kernels, which sharded ones understand too
+    norm = torch.linalg.vector_norm(exact, dim=tuple(range(1, exact.dim())), keepdim=True)
+    return weight.copy_(exact * torch.where(norm > 0.0, scale / norm, 1.0))
 
 
 def _check_scale(scale: float) -> None:
@@ -74,7 +84,11 @@ class WeightProjection:
         """Counts a step, and projects if it is time; for steps the hook does not see, such as those a CUDA graph repeats."""
         self.steps += 1
         if self.steps % self.every == 0:
-            project_weights_(self.model, self.scale, self.where)
+            self.project()
+
+    def project(self) -> None:
+        """Project now."""
+        project_weights_(self.model, self.scale, self.where)
 
     def remove(self) -> None:
         """Projects no more."""
@@ -94,14 +108,16 @@ class WeightProjection:
 class WeightedGradients:
     """The handle `weight_gradients_` returns; `remove()` restores the standard gradients."""
 
-    def __init__(self, handles: list[Any]) -> None:
-        self._handles = handles
+    def __init__(self, layers: list[Decoupled]) -> None:
+        self._layers = layers
 
     def remove(self) -> None:
         """Weights gradients no more."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for layer in self._layers:
+            if layer.weighted_gradient is not None:
+                layer.weighted_gradient.remove()
+            layer.weighted_gradient = None
+        self._layers = []
 
     def __enter__(self) -> "WeightedGradients":
         return self
@@ -112,24 +128,66 @@ class WeightedGradients:
 
 def weight_gradients_(model: nn.Module, where: Where | None = None) -> WeightedGradients:
     """A handle; until it is removed, the gradient of every decoupled kernel is multiplied by the layer's own ‖w‖."""
-
+    if modules_of_fsdp(model, "FullyShardedDataParallel"):
+        raise ValueError(
+            "weight_gradients_ does not go with FullyShardedDataParallel, which computes gradients of flattened parameters; use fully_shard"
+        )
+    reshard_(model)
     layers = _unweighted(model, where, "weighting gradients")
     for name, layer in layers.items():
-        if any(isinstance(hook, _TimesNorm) for hook in (layer.weight._backward_hooks or {}).values()):
+        if layer.weighted_gradient is not None or _is_weighted(layer.weight):
             raise ValueError(f"the gradients of layer {name or '(the model itself)'!r} are weighted already; remove the first handle before")
     kernels = {layer.weight: layer for layer in layers.values() if layer.weight.requires_grad}  # a shared kernel once
-    return WeightedGradients([kernel.register_hook(_TimesNorm(layer)) for kernel, layer in kernels.items()])
+    for kernel, layer in kernels.items():
+        layer.weighted_gradient = _WeightedGradient(layer.eps, is_sharded(kernel))
+        layer.weighted_gradient.of(kernel)
+    return WeightedGradients(list(kernels.values()))
+
+
+class _WeightedGradient:
+    """Multiplies by ‖w‖ the gradient of every tensor that has been a layer's kernels.
+
+    There may be several: FSDP2 keeps a rank's part of the kernels, computes with others, and hands the gradient over without autograd.
+    """
+
+    def __init__(self, eps: float, sharded: bool) -> None:
+        self.eps, self.sharded = eps, sharded
+        self._handles: list[Any] = []
+
+    def of(self, kernel: Tensor) -> None:
+        """Weights the gradient of these kernels from now on, once."""
+        if torch.compiler.is_compiling():
+            if self.sharded:  # torch.compile leaves this layer to eager mode then, or, asked for a full graph, shows the error
+                raise RuntimeError("weight_gradients_ under FSDP2 cannot be compiled: kernels come and go, and hooks with them")
+            return
+        if kernel.requires_grad and not _is_weighted(kernel):
+            self._handles.append(kernel.register_hook(_TimesNorm(kernel, self.eps)))
+
+    def remove(self) -> None:
+        """Lets all of them be."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model has standard gradients, as hooks are not copied with parameters
+
+
+def _is_weighted(kernel: Tensor) -> bool:
+    return any(isinstance(hook, _TimesNorm) for hook in (kernel._backward_hooks or {}).values())
 
 
 class _TimesNorm:
-    """The hook on a kernel that multiplies its gradient by ‖w‖."""
+    """The hook on kernels that multiplies their gradient by ‖w‖."""
 
-    def __init__(self, layer: Decoupled) -> None:
-        self.layer = layer
+    def __init__(self, kernel: Tensor, eps: float) -> None:
+        self.kernel, self.eps = ref(kernel), eps  # a kernel that held itself through its hook would not be freed
 
     def __call__(self, grad: Tensor) -> Tensor:
-        norm = kernel_norm(self.layer.weight.detach(), self.layer.eps).reshape(-1, *[1] * (grad.dim() - 1))
-        return (grad * norm).to(grad.dtype)
+        kernel = self.kernel()
+        assert kernel is not None
+        squares = kernel.detach().to(compute_dtype(kernel)).square().sum(tuple(range(1, kernel.dim())), keepdim=True)
+        return (grad * root(squares, self.eps)).to(grad.dtype)
 
 
 def orthonormal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
@@ -143,12 +201,12 @@ def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
 
 
 def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tensor:
-    layers = [layer for layer in decoupled_layers(model, where).values() if layer.weighting is None]
+    layers = {name: layer for name, layer in decoupled_layers(model, where).items() if layer.weighting is None and layer.constrained}
     if not layers:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     penalties = []
-    for layer in layers:
-        kernels = layer.weight.flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
+    for name, layer in layers.items():
+        kernels = whole_kernels(name, layer).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
         with torch.autocast(kernels.device.type, enabled=False):  # a product in bf16 would lose the small off-diagonal entries
             penalties.append(_off_target(kernels.to(compute_dtype(kernels)), keep_diagonal))
     return torch.stack([penalty.to(penalties[0]) for penalty in penalties]).sum()

@@ -15,22 +15,36 @@ DEFAULT = "default"
 
 
 def _cnn(widths: tuple[int, ...], depth: int, *features: int) -> Callable[..., nn.Module]:
-    def build(parts: Parts, normalize: Normalize, penultimate_activation: bool = False, **arguments: Any) -> nn.Module:
-        return CNN(parts, normalize, widths, depth, features, penultimate_activation=penultimate_activation, **arguments)
+    def build(parts: Parts, normalize: Normalize, penultimate_activation: bool = False, penultimate_norm: bool = True, **arguments: Any) -> nn.Module:
+        arguments |= {"penultimate_activation": penultimate_activation, "penultimate_norm": penultimate_norm}
+        return CNN(parts, normalize, widths, depth, features, **arguments)
 
     return build
+
+
+def _cnn6_2d(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
+    """Two features that are the operator's own output: a norm or an activation behind it would hide what it does."""
+    return CNN(parts, normalize, (32, 64, 128), 2, (256, 2), penultimate_activation=False, penultimate_norm=False, **arguments)
 
 
 def _resnet(root: Root, *stages: Stage) -> Callable[..., nn.Module]:
-    def build(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
-        return ResNet(parts, normalize, root, stages, **arguments)
+    def build(parts: Parts, normalize: Normalize, root_activation: bool = root.activation, **arguments: Any) -> nn.Module:
+        return ResNet(parts, normalize, root._replace(activation=root_activation), stages, **arguments)
 
     return build
 
 
-def _modified_resnet(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
+def _modified_resnet(parts: Parts, normalize: Normalize, root_activation: bool = True, **arguments: Any) -> nn.Module:
     stages = (Stage(128, 1, entry=True), Stage(256, 2, entry=True), Stage(512, 3, entry=True), Stage(1024, 0, entry=True))
-    return gaussian_in_units_(ResNet(parts, normalize, Root(128, 7, 2, pool=True), stages, **arguments, last=False))
+    return gaussian_in_units_(ResNet(parts, normalize, Root(128, 7, 2, pool=True, activation=root_activation), stages, **arguments, last=False))
+
+
+# What only some networks have, and whether a network of that name has it.
+_OWN_OPTIONS: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "penultimate_activation": ("penultimate layer of which that could be chosen", lambda name: name.startswith("cnn9")),
+    "penultimate_norm": ("penultimate layer of which that could be chosen", lambda name: name.startswith("cnn9")),
+    "root_activation": ("root convolution", lambda name: name.startswith("resnet")),
+}
 
 
 _NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {  # with the norm and activation they have by default
@@ -38,11 +52,11 @@ _NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {  # wit
     "cnn9_narrow": (_cnn((32, 64, 128), 3, 256), {"norm": None, "activation": "relu"}),
     "resnet32": (_resnet(Root(96), Stage(96, 5, 1), Stage(192, 5), Stage(384, 5)), {"norm": "batch", "activation": "relu"}),
     "resnet18": (
-        _resnet(Root(64, 7, 2, pool=True), Stage(64, 2, 1), Stage(128, 2), Stage(256, 2), Stage(512, 2)),
+        _resnet(Root(64, 7, 2, pool=True, activation=True), Stage(64, 2, 1), Stage(128, 2), Stage(256, 2), Stage(512, 2)),
         {"norm": "batch", "activation": "relu"},
     ),
     "resnet18_modified": (_modified_resnet, {"norm": "batch", "activation": "prelu"}),
-    "cnn6_2d": (_cnn((32, 64, 128), 2, 256, 2), {"norm": "batch", "activation": "relu"}),
+    "cnn6_2d": (_cnn6_2d, {"norm": "batch", "activation": "relu"}),
 }
 
 
@@ -64,20 +78,30 @@ def create_model(
     mean: Any = None,
     std: Any = None,
     penultimate_activation: bool | None = None,
+    penultimate_norm: bool | None = None,
+    root_activation: bool | None = None,
     **layer_options: Any,
 ) -> nn.Module:
     """The network of that name, from images in [0, 1] to logits; `magnitude=None` builds the plain twin of the same structure.
 
     norm: "batch" or None. activation: "relu", "prelu" or None. head: "linear" or "normalized". mean, std: of the input, instead of
-    (255·x − 127.5)/128. layer_options: `weighting`, `radius`, `eps`, … of the decoupled layers.
+    (255·x − 127.5)/128. penultimate_activation, penultimate_norm: whether the fully connected layer before the classifier of the
+    CNN-9s has an activation (no by default) and the network's norm (yes by default). root_activation: whether the first convolution
+    of a residual network has an activation (by default not in resnet32, but in the ImageNet networks).
+    layer_options: `weighting`, `radius`, `eps`, … of the decoupled layers.
     """
     if name not in _NETWORKS:
         raise ValueError(f"unknown model {name!r}.{nearest(name, _NETWORKS)} Known: {', '.join(_NETWORKS)}")
     if unknown := [option for option in layer_options if option not in LAYER_OPTIONS]:
         known = [*list(inspect.signature(create_model).parameters)[:-1], *LAYER_OPTIONS]
         raise TypeError(f"create_model() has no argument {unknown[0]!r}.{nearest(unknown[0], known)} Possible: {', '.join(known)}")
-    if penultimate_activation is not None and not name.startswith("cnn"):
-        raise ValueError(f"penultimate_activation={penultimate_activation!r}: {name} has no penultimate layer; possible for the CNNs")
+    own = {"penultimate_activation": penultimate_activation, "penultimate_norm": penultimate_norm, "root_activation": root_activation}
+    own = {option: value for option, value in own.items() if value is not None}
+    for option, value in own.items():
+        lacks, applies = _OWN_OPTIONS[option]
+        if not applies(name):
+            possible = ", ".join(filter(applies, _NETWORKS))
+            raise ValueError(f"{option}={value!r}: {name} has no {lacks}; possible for {possible}")
     build, defaults = _NETWORKS[name]
     parts = Parts(
         magnitude,
@@ -87,7 +111,6 @@ def create_model(
         layer_options,
     )
     given = {key: value for key, value in (("mean", mean), ("std", std)) if value is not None}
-    own = {} if penultimate_activation is None else {"penultimate_activation": penultimate_activation}
     arguments = {"num_classes": num_classes, "in_channels": in_channels, "input_size": input_size, "head": head}
     return build(parts, Normalize(**given), **own, **arguments)
 

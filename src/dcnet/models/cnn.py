@@ -11,7 +11,8 @@ from dcnet.models.parts import Normalize, Parts
 class CNN(nn.Module):
     """`depth` convolutions for each of the `widths`, pooling after each stage, fully connected layers of so many `features`, a classifier.
 
-    Of the fully connected layers the last has an activation only with `penultimate_activation`.
+    The last fully connected layer, whose output the classifier sees, has an activation only with `penultimate_activation`,
+    and the networks' norm only with `penultimate_norm`.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class CNN(nn.Module):
         input_size: int,
         head: str,
         penultimate_activation: bool,
+        penultimate_norm: bool,
     ) -> None:
         super().__init__()
         smallest = 2 ** len(widths)
@@ -43,7 +45,7 @@ class CNN(nn.Module):
         self.stages = Chain(*stages)
         layers = list(pairwise((channels * input_size**2, *features)))
         self.connected = nn.Sequential(*[parts.connected(*sizes) for sizes in layers[:-1]])
-        self.penultimate = parts.connected(*layers[-1], activation=penultimate_activation)
+        self.penultimate = parts.connected(*layers[-1], activation=penultimate_activation, norm=penultimate_norm)
         self.head = parts.head(features[-1], num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:

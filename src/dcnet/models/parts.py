@@ -79,9 +79,9 @@ class Parts:
         """Convolution, norm, activation."""
         return Block(self.conv(inputs, outputs, kernel, stride), self.batch_norm(outputs), self.activation if activation else None)
 
-    def connected(self, inputs: int, outputs: int, activation: bool = True) -> Block:
+    def connected(self, inputs: int, outputs: int, activation: bool = True, norm: bool = True) -> Block:
         """Fully connected layer, norm, activation."""
-        return Block(self.linear(inputs, outputs), self.batch_norm(outputs, 1), self.activation if activation else None)
+        return Block(self.linear(inputs, outputs), self.batch_norm(outputs, 1) if norm else None, self.activation if activation else None)
 
     def shortcut(self, inputs: int, outputs: int, stride: int) -> nn.Module:
         """An ordinary 1×1 convolution and norm where the shape changes."""
@@ -94,7 +94,9 @@ class Parts:
         if kind not in ("linear", "normalized"):
             raise ValueError(f"unknown head {kind!r}; possible: 'linear', 'normalized'")
         if kind == "normalized":
-            layer: nn.Linear = DecoupledLinear(features, classes, magnitude="linear", angular="cosine")
+            normalized = DecoupledLinear(features, classes, magnitude="linear", angular="cosine")
+            normalized.constrained = False  # a classifier is neither projected nor made orthogonal
+            layer: nn.Linear = normalized
         else:
             layer = nn.Linear(features, classes)
             nn.init.zeros_(layer.bias)

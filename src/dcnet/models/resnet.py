@@ -10,12 +10,13 @@ from dcnet.ops import Carry
 
 
 class Root(NamedTuple):
-    """The first convolution, and whether 3×3 max pooling of stride 2 follows."""
+    """The first convolution, and whether an activation and 3×3 max pooling of stride 2 follow."""
 
     width: int
     kernel: int = 3
     stride: int = 1
     pool: bool = False
+    activation: bool = False
 
 
 class Stage(NamedTuple):
@@ -69,7 +70,7 @@ class ResNet(nn.Module):
         if input_size < 8:
             raise ValueError(f"input_size={input_size} is too small; possible: 8 and up")
         self.normalize = normalize
-        self.root = parts.block(in_channels, root.width, root.kernel, root.stride, activation=False)
+        self.root = parts.block(in_channels, root.width, root.kernel, root.stride, activation=root.activation)
         self.pool = nn.MaxPool2d(3, 2, 1) if root.pool else nn.Identity()
         units: list[nn.Module] = []
         channels = root.width

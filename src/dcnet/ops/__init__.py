@@ -2,6 +2,7 @@
 
 from dcnet.ops.dispatch import check_impl
 from dcnet.ops.finish import ACTIVATIONS, ONLY_RELU, Carry, Finish
+from dcnet.ops.flops import fvcore_handles
 from dcnet.ops.functional import (
     LINEAR,
     check_literal_radius,
@@ -14,7 +15,7 @@ from dcnet.ops.functional import (
 from dcnet.ops.geometry import geometry, known_geometry
 from dcnet.ops.inputs import LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
-from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm
+from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm, recorded_by_jit, root
 from dcnet.ops.operator import Operator, make_operator
 
 __all__ = [
@@ -39,9 +40,12 @@ __all__ = [
     "decoupled_conv3d",
     "decoupled_linear",
     "distributed",
+    "fvcore_handles",
     "geometry",
     "kernel_norm",
     "known_geometry",
     "make_operator",
     "patch_norm",
+    "recorded_by_jit",
+    "root",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from dcnet.formulas import Formula, nearest
 from dcnet.ops import eager, reference
 from dcnet.ops.inputs import Inputs
+from dcnet.ops.norms import recorded_by_jit
 
 IMPLEMENTATIONS = ("reference", "eager", "fused")
 
@@ -51,6 +52,8 @@ def reasons_against_fused(inputs: Inputs) -> list[str]:
     if not torch.compiler.is_compiling():  # looking for source code is nothing to trace; the kernels would say so themselves
         for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
             reasons += _reasons_against_formula(formula)
+    if recorded_by_jit():
+        reasons.append("torch.jit.trace is recording, and cannot look into the kernels")
     if torch._C._are_functorch_transforms_active():
         reasons.append("a function transform (vmap, jvp, …) is active, and the kernels have no rules for it")
     return reasons

@@ -32,6 +32,7 @@ def decouple(inputs: Inputs) -> Tensor:
         bias=inputs.bias,
         learned=inputs.learned,
         eps=inputs.eps,
+        groups=where.groups,
         relu=relu,
     )
     return y if finish is None or relu else finish.apply(y)

@@ -39,6 +39,7 @@ def epilogue(
     bias: Tensor | None,
     learned: Mapping[str, Tensor],
     eps: float,
+    groups: int,
     relu: bool = False,
 ) -> Tensor:
     """y = s·h(t·n, ρ)·g(d/n) + b in the shape, dtype and memory format of the dot product; max(y, 0) with `relu`.
@@ -47,7 +48,6 @@ def epilogue(
     """
     vectors = (factor, gain, radius, bias, *(learned[name] for name in operator.learned))
     batch, channels, *positions = dot.shape
-    groups = norms.shape[1]
     kernels, count = channels // groups, math.prod(positions)
     if plain_autograd():  # no pieces; and no reshaping, which torch.compile cannot see through when sizes are unknown
         n = norms if groups == 1 else norms.repeat_interleave(kernels, 1)

@@ -12,7 +12,7 @@ from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry, Sizes, geometry
 from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean
-from dcnet.ops.norms import EPS, check_eps, check_input
+from dcnet.ops.norms import EPS, check_eps, check_input, recorded_by_jit
 from dcnet.ops.operator import Operator, make_operator
 
 LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input vector
@@ -205,6 +205,16 @@ def decouple(
         if x.dim() not in (where.dims + 1, where.dims + 2):
             raise ValueError(f"input must have {where.dims + 1} (unbatched) or {where.dims + 2} dimensions, got the shape {tuple(x.shape)}")
         flat = x if x.dim() == where.dims + 2 else x.unsqueeze(0)
+    if not recorded_by_jit():  # the convolution checks its sizes itself, though it says less
+        _check_sizes(x, flat, weight, where)
+    out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps, finish))
+    if where.dims == 0:
+        return out.reshape(*lead, out.shape[1]) if x.dim() != 2 else out
+    return out if flat is x else out.squeeze(0)
+
+
+def _check_sizes(x: Tensor, flat: Tensor, weight: Tensor, where: Geometry) -> None:
+    """Raises where the input, or the groups, do not fit the kernels."""
     expected = weight.shape[1] * where.groups
     if flat.shape[1] != expected:
         what = "features" if where.dims == 0 else "channels"
@@ -212,7 +222,3 @@ def decouple(
     if weight.shape[0] % where.groups:
         raise ValueError(f"groups={where.groups} does not divide the {weight.shape[0]} kernels of the weight")
     where.check_fits(flat.shape[2:])
-    out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps, finish))
-    if where.dims == 0:
-        return out.reshape(*lead, out.shape[1]) if x.dim() != 2 else out
-    return out if flat is x else out.squeeze(0)

@@ -13,14 +13,19 @@ def recomputing() -> bool:
 
 
 def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
-    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation."""
+    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation.
+
+    A group whose mean is not finite stays where it is, and its batch is not counted: one NaN would never leave the average.
+    """
     if recomputing():
         return
-    num_batches_tracked.add_(1)
-    share = 1.0 / num_batches_tracked  # the first batch is taken as it is
+    seen = num_batches_tracked + 1
+    share = 1.0 / seen  # the first batch is taken as it is
     if momentum is not None:
-        share = torch.where(num_batches_tracked == 1, share, momentum)
-    running_norm.lerp_(mean.to(running_norm.dtype), share.to(running_norm.dtype))
+        share = torch.where(seen == 1, share, momentum)
+    finite = mean.isfinite()
+    running_norm.lerp_(torch.where(finite, mean.to(running_norm.dtype), running_norm), share.to(running_norm.dtype))
+    num_batches_tracked.add_(finite.all())
 
 
 # An operator, so that a compiled graph asks whether it is a recomputation whenever it runs, not once when it is compiled.

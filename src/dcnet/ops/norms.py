@@ -19,12 +19,20 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def recorded_by_jit() -> bool:
+    """Whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
 def plain_autograd() -> bool:
     """Whether ordinary operations must do, without autograd functions of our own.
 
     Some back ends of torch.compile lose the second derivative of an autograd function without a word; function
-    transforms (vmap, jvp, …) and forward-mode differentiation need rules that ordinary operations have.
+    transforms (vmap, jvp, …) and forward-mode differentiation need rules that ordinary operations have; torch.jit.trace and
+    what is made of it (TensorBoard's graphs, counts by fvcore, the old ONNX exporter) cannot look into a function.
     """
+    if recorded_by_jit():
+        return True
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     modes = torch._C._TorchDispatchModeKey  # make_fx records, and fake tensors have no numbers to look at
@@ -99,7 +107,8 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
     if maps.device.type == "cpu" and all(step == 1 for step in where.stride) and max(where.kernel_size) <= 7 and not plain_autograd():
         return _BoxSum.apply(maps, where.kernel_size, where.dilation)
     # torch.compile fuses the slices; its own pooling trips over maps with one channel and unknown sizes
-    if all(d == 1 for d in where.dilation) and not torch.compiler.is_compiling():
+    # and the old ONNX exporter, which follows torch.jit.trace, divides by the size of the window whatever it is told
+    if all(d == 1 for d in where.dilation) and not torch.compiler.is_compiling() and not recorded_by_jit():
         if where.dims == 3:
             return F.avg_pool3d(maps, where.kernel_size, where.stride, divisor_override=1)
         if where.dims == 2:

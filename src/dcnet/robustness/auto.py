@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dcnet.robustness.checks import check
+from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS
 
 
@@ -20,4 +20,7 @@ def auto(model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, nor
     attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
     with torch.enable_grad():
         found, _ = attack.run_standard_evaluation(images, labels, batch_size=batch)
+    with torch.no_grad():
+        for some in found.split(batch):
+            check_finite(model, model(some), "under auto")
     return found.detach()

@@ -34,6 +34,23 @@ def check_evaluating(model: nn.Module) -> None:
         raise ValueError(f"the model is in training mode ({training[0]!r}{more}); call model.eval() first")
 
 
+def check_finite(model: nn.Module, values: Tensor, where: str, what: str = "logits") -> Tensor:
+    """The values (N, …) of a model; raises where one is NaN or infinite: argmax would take it for an answer, and an attack for a success.
+
+    where: the images they belong to, in words. what: what they are.
+    """
+    finite = values.flatten(1).isfinite().all(1)
+    if not bool(finite.all()):
+        first = int((~finite).nonzero()[0])
+        odd = values[first].detach().flatten()
+        odd = odd[~odd.isfinite()][0]
+        raise ValueError(
+            f"the model ({type(model).__name__}) gives {what} that are not finite for {int((~finite).sum())} of {len(finite)} images, "
+            f"{where}: {float(odd)} for the one at {first} of these. Such a model cannot be judged",
+        )
+    return values
+
+
 @torch.no_grad()
 def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
     """The number of classes; raises unless the model gives logits of as many classes as the labels need."""
@@ -42,10 +59,13 @@ def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"the model must give logits (N, classes), got {got}")
     classes = logits.shape[1]
+    check_finite(model, logits, "on clean images")
+    if classes < 2:
+        raise ValueError(f"the model ({type(model).__name__}) knows {classes} class; nothing can be mistaken for another, and attacks need two")
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"labels go from {int(labels.min())} to {int(labels.max())}, but the model knows the classes 0 to {classes - 1}")
     sums = logits.float().sum(1)
-    if classes > 1 and bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+    if bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
         raise ValueError("the model gives probabilities (rows that add up to 1); attacks need the logits before the softmax")
     return classes
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.robustness.checks import check
+from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS, pgd
-from dcnet.robustness.losses import cross_entropy, slope
+from dcnet.robustness.losses import cross_entropy, finite_slope
 from dcnet.robustness.square import square
 
 # In percent of the images, what is taken for chance:
@@ -40,7 +40,8 @@ def check_up(
             elif attack == "pgd":
                 some = pgd(model, some, their, size, generator=generator, **{"iterations": iterations, **options})
             with torch.no_grad():
-                held += int((model(some).argmax(1) == their).sum())
+                logits = check_finite(model, model(some), "on clean images" if attack == "none" else f"under {attack}")
+                held += int((logits.argmax(1) == their).sum())
         return 100.0 * held / len(labels)
 
     found: dict[str, Any] = {"images": len(labels), "eps": eps}
@@ -100,5 +101,5 @@ def check_up(
 
 def _gradient_lengths(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
     """The ℓ2 norm of the cross-entropy's gradient in every image (N,)."""
-    parts = [slope(model, images[i : i + batch], labels[i : i + batch], cross_entropy)[0] for i in range(0, len(labels), batch)]
+    parts = [finite_slope(model, images[i : i + batch], labels[i : i + batch], cross_entropy)[0] for i in range(0, len(labels), batch)]
     return torch.cat([part.flatten(1).norm(dim=1) for part in parts])

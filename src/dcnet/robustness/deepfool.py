@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from dcnet.robustness.checks import check
+from dcnet.robustness.checks import check, check_finite
+
+_BEYOND = 1e-4  # of a step, in units where images go from 0 to 1: a little beyond the boundary
 
 
 def deepfool(
@@ -33,7 +35,7 @@ def deepfool(
     for number in range(iterations + 1):
         x = found[active].detach().requires_grad_()
         with torch.enable_grad():
-            logits = model(x)
+            logits = check_finite(model, model(x), "under deepfool")
         done = logits.argmax(1) != labels[active]
         solved[active[done]] = True
         if number == iterations or bool(done.all()):
@@ -44,6 +46,11 @@ def deepfool(
             order = others.argsort(1, descending=True)[:, : min(candidates, logits.shape[1])]
         classes = order[active]
         differences, slopes = _boundaries(logits, x, classes)
+        check_finite(model, slopes, "under deepfool", "gradients in the images")
+        if number == 0 and len(images) > 1 and not bool(slopes.any()) and bool((logits == logits[:1]).all()):
+            raise ValueError(
+                f"the model ({type(model).__name__}) gives the same logits for all {len(images)} images, and has no boundary DeepFool could look for",
+            )
         step = _nearest(differences, slopes, norm)
         keep = ~done
         chosen = active[keep]
@@ -69,11 +76,13 @@ def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Ten
 def _nearest(differences: Tensor, slopes: Tensor, norm: str) -> Tensor:
     """The shortest step that, were the logits linear, reaches another class: (N, …)."""
     flat = slopes.flatten(2)
-    dual = flat.norm(dim=2) if norm == "l2" else flat.abs().sum(2)
-    gap = differences.abs() + 1e-4  # a little beyond the boundary
-    distance = torch.where(dual > 0.0, gap / dual.clamp_min(1e-30), float("inf"))
+    # in units of the largest slope, so that squares are numbers whatever the scale of the logits is
+    largest = flat.abs().amax(2)
+    flat = flat / torch.where(largest > 0.0, largest, 1.0).unsqueeze(2)
+    dual = flat.norm(dim=2) if norm == "l2" else flat.abs().sum(2)  # at least 1 where there is a slope
+    distance = torch.where(largest > 0.0, differences.abs() / largest / dual, float("inf"))
     nearest = distance.argmin(1)
     rows = torch.arange(len(nearest), device=nearest.device)
     slope, length, reach = flat[rows, nearest], dual[rows, nearest], distance[rows, nearest]
-    step = reach[:, None] * (slope / length.clamp_min(1e-30)[:, None] if norm == "l2" else slope.sign())
+    step = (reach + _BEYOND)[:, None] * (slope / length[:, None] if norm == "l2" else slope.sign())
     return torch.where(reach.isfinite()[:, None], step, 0.0).reshape(slopes[:, 0].shape)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dcnet.formulas import nearest
 from dcnet.robustness.auto import auto
-from dcnet.robustness.checks import check
+from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.deepfool import deepfool
 from dcnet.robustness.gradient_attacks import EPS, bim, fgsm, pgd
 from dcnet.robustness.square import square
@@ -111,7 +111,7 @@ def evaluate(
     maker = model if source is None else source
     if source is not None:
         check(source, images, labels, eps)
-    right = _correct(model, images, labels, batch)
+    right = _correct(model, images, labels, batch, "on clean images")
     total = len(labels)
     result: dict[str, Any] = {
         "images": total,
@@ -132,10 +132,10 @@ def evaluate(
         sizes, held = [], torch.zeros_like(right)
         for done, part in _parts(seen, batch):
             some, their = images[part], labels[part]
-            aimed = _predictions(maker, some) if predicted else their
+            aimed = _predictions(maker, some, "on clean images") if predicted else their
             adversarial, size = run_attack(maker, some, aimed, attack, eps, generator)
             if size is None:
-                held[part] = _correct(model, adversarial, their, batch)
+                held[part] = _correct(model, adversarial, their, batch, f"under {attack}")
             else:
                 sizes.append(size)
             if progress is not None:
@@ -162,13 +162,13 @@ def _parts(indices: Tensor, batch: int) -> Iterator[tuple[int, Tensor]]:
 
 
 @torch.no_grad()
-def _predictions(model: nn.Module, images: Tensor) -> Tensor:
-    return model(images).argmax(1)
+def _predictions(model: nn.Module, images: Tensor, where: str) -> Tensor:
+    return check_finite(model, model(images), where).argmax(1)
 
 
-def _correct(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
+def _correct(model: nn.Module, images: Tensor, labels: Tensor, batch: int, where: str) -> Tensor:
     """(N,): whether the model is right."""
-    parts = [_predictions(model, images[i : i + batch]) == labels[i : i + batch] for i in range(0, len(labels), batch)]
+    parts = [_predictions(model, images[i : i + batch], where) == labels[i : i + batch] for i in range(0, len(labels), batch)]
     return torch.cat(parts)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.robustness.checks import check
-from dcnet.robustness.losses import aims, cross_entropy, fooled, loss_named, slope
+from dcnet.robustness.losses import aims, cross_entropy, finite_slope, fooled, loss_named
 
 EPS = 8 / 255
 
@@ -13,7 +13,7 @@ def fgsm(model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, tar
     """One step of size ε along the sign of the gradient (Goodfellow et al., 2015)."""
     check(model, images, labels, eps)
     aimed, sign = aims(labels, target)
-    gradient, _ = slope(model, images, aimed, cross_entropy)
+    gradient, _ = finite_slope(model, images, aimed, cross_entropy)
     return within(images + sign * eps * gradient.sign(), images, eps, "linf")
 
 
@@ -32,7 +32,7 @@ def bim(
     aimed, sign = aims(labels, target)
     found = images
     for _ in range(iterations):
-        gradient, _ = slope(model, found, aimed, cross_entropy)
+        gradient, _ = finite_slope(model, found, aimed, cross_entropy)
         found = within(found + sign * step * gradient.sign(), images, eps, "linf")
     return found
 
@@ -69,7 +69,7 @@ def pgd(
         base, own = images[active], aimed[active]
         found = _random_start(base, eps, norm, generator) if random_start else base
         for number in range(iterations + 1):
-            gradient, logits = slope(model, found, own, measure)
+            gradient, logits = finite_slope(model, found, own, measure)
             height = sign * measure(logits, own)
             done = fooled(logits, labels[active], None if target is None else target[active])
             height = torch.where(done, float("inf"), height)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcnet.formulas import nearest
+from dcnet.robustness.checks import check_finite
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -44,6 +45,14 @@ def slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple
             return torch.zeros_like(images), logits.detach()
         (gradient,) = torch.autograd.grad(total, images, allow_unused=True)
     return torch.zeros_like(images) if gradient is None else gradient.detach(), logits.detach()
+
+
+def finite_slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """As `slope`; raises where either is not finite. It waits for the device, which training does not."""
+    gradient, logits = slope(model, images, labels, loss)
+    check_finite(model, logits, "under attack")
+    check_finite(model, gradient, "under attack", "gradients in the images")
+    return gradient, logits
 
 
 def aims(labels: Tensor, target: Tensor | None) -> tuple[Tensor, float]:

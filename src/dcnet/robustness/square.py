@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dcnet.robustness.checks import check
+from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS, within
 from dcnet.robustness.losses import margin
 
@@ -35,9 +35,12 @@ def square(
     def signs(*shape: int) -> Tensor:
         return torch.randint(0, 2, shape, generator=generator, device=device).to(images.dtype) * 2.0 - 1.0
 
+    def margins(tried: Tensor, their: Tensor) -> Tensor:
+        return margin(check_finite(model, model(tried), "under square"), their)
+
     best = within(images + eps * signs(len(images), channels, 1, width), images, eps, "linf")  # vertical stripes
-    highest = margin(model(best), labels)
-    already = margin(model(images), labels)
+    highest = margins(best, labels)
+    already = margins(images, labels)
     better = already > highest  # the image itself, if it is misclassified and stripes would help it
     best[better], highest[better] = images[better], already[better]
     for query in range(1, queries):
@@ -54,7 +57,7 @@ def square(
         base = images[active]
         tried = torch.where(inside, base + eps * signs(count, channels, 1, 1), best[active])
         tried = within(tried, base, eps, "linf")
-        height_now = margin(model(tried), labels[active])
+        height_now = margins(tried, labels[active])
         improved = height_now > highest[active]
         best[active[improved]] = tried[improved]
         highest[active[improved]] = height_now[improved]

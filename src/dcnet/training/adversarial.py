@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dcnet.robustness.gradient_attacks import within
 from dcnet.robustness.losses import Loss, cross_entropy, slope
+from dcnet.training.loss import classification_loss
 from dcnet.training.recipe import Recipe
 
 _NEAR = 1e-3  # deviation of the noise TRADES starts from: at the image itself its loss has no slope
@@ -20,6 +21,9 @@ def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe:
     try:
         eps = recipe.adversarial_eps
         loss: Loss = cross_entropy
+        if recipe.adversarial_labels == "predicted":  # the true ones leak into images that are made in one step
+            with torch.no_grad():
+                labels = model(images).argmax(1)
         if recipe.adversarial == "fgsm":
             return _climb(model, images, images, labels, loss, eps, eps, 1)
         if recipe.adversarial == "trades":
@@ -52,15 +56,13 @@ def _divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 def adversarial_loss(net: Callable[[Tensor], Tensor], images: Tensor, changed: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The loss, summed over the images, and the logits that training accuracy is counted by: of the images themselves, where they are seen."""
 
-    def entropy(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=recipe.label_smoothing)
-
     share = recipe.adversarial_share
     if recipe.adversarial != "trades" and share == 1.0:
         logits = net(changed)
-        return entropy(logits), logits
+        return classification_loss(logits, labels, recipe), logits
     clean, attacked = net(torch.cat([images, changed])).chunk(2)  # together, as DistributedDataParallel wants it
     if recipe.adversarial == "trades":
         divergence = F.kl_div(attacked.float().log_softmax(1), clean.float().log_softmax(1), reduction="sum", log_target=True)
-        return entropy(clean) + recipe.trades_beta * divergence, clean
-    return (1.0 - share) * entropy(clean) + share * entropy(attacked), clean
+        return classification_loss(clean, labels, recipe) + recipe.trades_beta * divergence, clean
+    of_both = [classification_loss(logits, labels, recipe) for logits in (clean, attacked)]
+    return (1.0 - share) * of_both[0] + share * of_both[1], clean

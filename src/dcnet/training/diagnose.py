@@ -7,7 +7,11 @@ from torch import Tensor, nn
 
 
 class NonFiniteLoss(ArithmeticError):
-    """Training has stopped at a loss that is not a number, or infinite."""
+    """Training has stopped at a loss that is not a number, or infinite: at that step, counted from 1, of that epoch."""
+
+    def __init__(self, words: str, step: int = 0, epoch: float = 0.0) -> None:
+        super().__init__(words)
+        self.step, self.epoch = step, epoch
 
 
 @torch.no_grad()

@@ -13,16 +13,22 @@ from dcnet.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class Evaluation:
-    """On the test images: mean cross-entropy; by class, how many there are and how many were right."""
+    """On the test images: mean cross-entropy; by class, how many there are and how many were right; how many among the first five."""
 
     loss: float
     counts: Tensor
     correct: Tensor
+    correct5: int
 
     @property
     def accuracy(self) -> float:
         """In percent."""
         return 100.0 * int(self.correct.sum()) / max(1, int(self.counts.sum()))
+
+    @property
+    def top5_accuracy(self) -> float:
+        """In percent, where a label among the five largest logits counts as right."""
+        return 100.0 * self.correct5 / max(1, int(self.counts.sum()))
 
 
 @torch.no_grad()
@@ -35,17 +41,19 @@ def evaluate(
     model.eval()
     classes = len(data.classes)
     counts = torch.zeros(2, classes, dtype=torch.float64, device=ranks.device)
-    loss = torch.zeros(1, dtype=torch.float64, device=ranks.device)
+    loss, five = (torch.zeros(1, dtype=torch.float64, device=ranks.device) for _ in range(2))
     for images, labels in data.test_batches(batch, ranks.rank, ranks.world):
         with autocast():
             logits = model(images.contiguous(memory_format=order)).float()
         loss += F.cross_entropy(logits, labels, reduction="sum").double()
         right = (logits.argmax(1) == labels).double()
+        five += (logits.topk(min(5, classes)).indices == labels[:, None]).sum()
         counts[0] += torch.bincount(labels, minlength=classes)
         counts[1].index_add_(0, labels, right)
     ranks.sum(loss)
+    ranks.sum(five)
     ranks.sum(counts)
     for module, mode in modes.items():
         module.training = mode
     total, right = counts.long().cpu()
-    return Evaluation(float(loss) / max(1, int(total.sum())), total, right)
+    return Evaluation(float(loss) / max(1, int(total.sum())), total, right, int(five))

@@ -2,11 +2,12 @@
 
 import copy
 import inspect
+import math
+import time
 from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +17,8 @@ from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.folder import same_but_length
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
+from dcnet.training.loss import classification_loss
+from dcnet.training.plain_kernels import OrdinaryProjection, ordinary_layers
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.run import Run, build_model
@@ -44,7 +47,8 @@ class Job:
         self.optimizer = _optimizer(self.model, recipe, ranks.device)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=recipe.precision == "fp16")
         self.schedule = Schedule(recipe, steps)
-        self.projection = WeightProjection(self.model, self.optimizer, every=recipe.projection) if recipe.projection else None
+        kind = OrdinaryProjection if recipe.plain_kernels == "projected" else WeightProjection
+        self.projection = kind(self.model, self.optimizer, every=recipe.projection) if recipe.projection else None
         if recipe.weighted_gradients:
             weight_gradients_(self.model)
         self.step, self.seconds = 0, 0.0
@@ -57,6 +61,7 @@ class Job:
         self.frozen = torch.zeros((), device=ranks.device)
         self.graph: Repeated | None = None
         self.eager_steps = 0
+        self.saved_step, self._saved_at, self._saving = -1, -math.inf, 0.0
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One step of the optimiser on this rank's share of a batch; none any more once a loss was not finite."""
@@ -94,7 +99,7 @@ class Job:
             with self.autocast():
                 if recipe.adversarial == "none":
                     logits = self.net(some)
-                    loss = F.cross_entropy(logits, their, reduction="sum", label_smoothing=recipe.label_smoothing) / size
+                    loss = classification_loss(logits, their, recipe) / size
                 else:
                     changed = adversarial_images(self.model, some, their, recipe)
                     loss, logits = adversarial_loss(self.net, some, changed, their, recipe)
@@ -164,8 +169,18 @@ class Job:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def save_is_due(self) -> bool:
+        """Whether it is time for a checkpoint: writing them may take a twentieth of a run, and no more."""
+        return self.ranks.agree(time.perf_counter() - self._saved_at - 20.0 * self._saving) >= 0.0
+
     def save(self, run: Run) -> None:
         """Writes a checkpoint; call it on all ranks, the first one writes."""
+        begun, self.saved_step = time.perf_counter(), self.step
+        self._write(run)
+        self._saved_at = time.perf_counter()
+        self._saving = self._saved_at - begun
+
+    def _write(self, run: Run) -> None:
         self.average_statistics()
         sums = self.ranks.sum(self.sums.clone())  # ranks start again with equal shares
         if not self.ranks.first:
@@ -222,7 +237,7 @@ def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.
     """Adam or SGD; what decays is what the recipe says."""
     shortcuts = {p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1}
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    kernels = {block.conv.weight for block in blocks if type(block.conv) in (nn.Conv2d, nn.Linear)} - shortcuts
+    kernels = {p for layer in ordinary_layers(model) for p in layer.parameters()}
     slopes = {block.slope for block in blocks if block.slope is not None}
     spared = slopes | (set() if recipe.decay_shortcuts else shortcuts) | (set() if recipe.decay_kernels else kernels)
     groups = []

@@ -37,6 +37,8 @@ class Recipe:
     norm: str | None = _option(DEFAULT, "Normalisation: batch, none, or default for what the network has.", "batch", "none", DEFAULT)
     activation: str | None = _option(DEFAULT, "Activation: relu, prelu, none, or default.", "relu", "prelu", "none", DEFAULT)
     penultimate_activation: bool = _option(False, "Activation also after the last fully connected layer before the classifier (cnn9, cnn9_narrow).")
+    penultimate_norm: bool = _option(True, "Norm also after that layer (cnn9, cnn9_narrow).")
+    root_activation: bool = _option(False, "Activation also after the first convolution of resnet32; the ImageNet networks always have it.")
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
     pretrained: str | None = _option(None, "Run folder whose weights to start from: same structure, plain or decoupled.")
 
@@ -47,6 +49,7 @@ class Recipe:
     augment: str = _option("none", "Augmentation: none, crop, flip, or crop+flip.", *AUGMENTATIONS)
     pad: int = _option(4, "Pixels of mirrored padding that crops come from.", low=0)
     label_smoothing: float = _option(0.0, "Share of the target spread over all classes.", low=0, below=1)
+    loss: str = _option("cross-entropy", "Loss: cross-entropy, or floored, the authors' log(softmax + 1e-4).", "cross-entropy", "floored")
 
     optimizer: str = _option("adam", "Optimiser: adam or sgd.", "adam", "sgd")
     lr: float = _option(1e-3, "Learning rate, the highest of the schedule.", above=0, below=1e100)
@@ -58,17 +61,24 @@ class Recipe:
     schedule: str = _option("constant", "Learning rate: constant, step, plateau or onecycle.", "constant", "step", "plateau", "onecycle")
     milestones: tuple[float, ...] = _option((), "Where the step schedule multiplies by gamma, as fractions of the run: 0.5,0.75.")
     gamma: float = _option(0.1, "Factor of the step and plateau schedules.", above=0, below=1e100)
-    patience: int = _option(5, "Epochs without a lower training loss before the plateau schedule multiplies by gamma.", low=1)
+    patience: int = _option(5, "Epochs without a lower training error before the plateau schedule multiplies by gamma.", low=1)
+    threshold: float = _option(0.01, "Fraction by which the training error must fall to count as lower.", low=0, below=1)
     warmup: float = _option(0.25, "Fraction of the run in which the onecycle schedule rises.", low=0, below=1)
     clip: float | None = _option(None, "Largest norm of the gradient.", above=0)
     ema: float | None = _option(None, "Decay of an exponential moving average of the weights, which is then what is evaluated.", above=0, below=1)
 
-    projection: int = _option(0, "Project unweighted kernels to norm 1 every so many steps; 0 for never.", low=0)
+    plain_kernels: str = _option(
+        "free",
+        "Kernels of ordinary layers before the classifier: free, projected (as decoupled ones are), or normalized (weight normalization).",
+        *("free", "projected", "normalized"),
+    )
+    projection: int = _option(0, "Steps between projections of unweighted kernels to norm 1; 0 for never.", low=0)
     weighted_gradients: bool = _option(False, "Multiply the gradients of unweighted kernels by ‖w‖.")
     orthogonality: float = _option(0.0, "Weight of the orthogonality penalty on unweighted kernels.", low=0, below=1e100)
     sync: bool = _option(False, "Take E{‖x‖} over the batches of all devices.")
 
     adversarial: str = _option("none", "Adversarial training: none, fgsm, pgd or trades.", "none", "fgsm", "pgd", "trades")
+    adversarial_labels: str = _option("true", "Labels that adversarial images are made for: true, or predicted.", "true", "predicted")
     adversarial_eps: float = _option(8 / 255, "Largest change of a pixel in adversarial training.", low=0, high=1)
     adversarial_steps: int = _option(10, "Steps of pgd and trades.", low=1)
     adversarial_step: float = _option(2 / 255, "Their size.", low=0, high=1)
@@ -82,7 +92,7 @@ class Recipe:
     deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
     seed: int = _option(0, "Of weights, order of the images, and augmentation.", low=0, below=2**32)
     evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.", low=0)
-    save_every: int = _option(1000, "Steps between checkpoints, which are also written after every epoch.", low=1)
+    save_every: int = _option(1000, "Steps between checkpoints; epochs end with one too, unless that took over a twentieth of the time.", low=1)
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -111,6 +121,7 @@ class Recipe:
         for name, applies, why in (
             ("milestones", bool(self.milestones) and self.schedule != "step", f"are for schedule='step', not {self.schedule!r}"),
             ("schedule", self.schedule == "step" and not self.milestones, "needs milestones"),
+            ("plain_kernels", self.plain_kernels == "projected" and not self.projection, "needs projection > 0"),
             ("nesterov", self.nesterov and self.optimizer != "sgd", "is for optimizer='sgd'"),
             ("weighting", plain and weighted, decoupled),
             ("radius", plain and self.radius != "learned", decoupled),
@@ -142,7 +153,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper-imagenet": _PAPER
     | {"data": "imagefolder:imagenet", "model": "resnet18", "optimizer": "sgd", "lr": 0.1, "batch": 40, "steps": 700_000, "weight_decay": 1e-4}
     | {"milestones": (200 / 700, 375 / 700, 550 / 700), "decay_shortcuts": False, "save_every": 5000},
-    "paper-adversarial": {"data": "cifar10", "model": "cnn9_narrow", "augment": "crop+flip", "schedule": "plateau", "epochs": 100.0},
+    "paper-adversarial": {"data": "cifar10", "model": "cnn9_narrow", "augment": "crop+flip", "epochs": 100.0}
+    | {"schedule": "step", "milestones": (0.5, 0.75, 0.9)},  # not "plateau": all networks are to be annealed alike
     "fast-cifar": {"data": "cifar10", "model": "cnn9", "augment": "crop+flip", "optimizer": "sgd", "nesterov": True, "lr": 0.4, "batch": 512}
     | {"epochs": 20.0, "schedule": "onecycle", "weight_decay": 5e-4, "label_smoothing": 0.1, "precision": "bf16", "channels_last": True}
     | {"evaluate_every": 0, "graphs": True},

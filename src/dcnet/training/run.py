@@ -1,17 +1,21 @@
 """A run folder: recipe, metrics, checkpoint, result, attacks. Every other command reads such a folder and nothing else."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import nn
 
 from dcnet.models import create_model
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
 from dcnet.training.own_formulas import check_formulas
 from dcnet.training.own_formulas import trust_formulas as execute_formulas
-from dcnet.training.recipe import Recipe, read_recipe
+from dcnet.training.plain_kernels import normalize_ordinary_
+from dcnet.training.recipe import Recipe, change, read_recipe
 from dcnet.util.files import append_line, write_atomically, write_json
 
 
@@ -28,8 +32,13 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
             options["radius"] = radius
     if recipe.penultimate_activation:
         options["penultimate_activation"] = True
+    if not recipe.penultimate_norm:
+        options["penultimate_norm"] = False
+    if recipe.root_activation:
+        options["root_activation"] = True
     named: dict[str, Any] = {name: None if value == "none" else value for name, value in (("norm", recipe.norm), ("activation", recipe.activation))}
-    return create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
+    model = create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
+    return normalize_ordinary_(model) if recipe.plain_kernels == "normalized" else model
 
 
 def read_json(path: Path) -> Any:
@@ -103,6 +112,16 @@ class Run:
     def add_metrics(self, entry: dict[str, Any]) -> None:
         append_line(self.folder / "metrics.jsonl", json.dumps(entry))
 
+    def diverge(self, record: dict[str, Any]) -> None:
+        """Record where the loss ceased to be finite; the folder keeps its last checkpoint."""
+        write_json(self.folder / "diverged.json", record, indent=2)
+
+    @property
+    def divergence(self) -> dict[str, Any] | None:
+        """Where and why the loss ceased to be finite; None for a run in which it did not."""
+        path = self.folder / "diverged.json"
+        return read_json(path) if path.is_file() else None
+
     def finish(self, result: dict[str, Any]) -> None:
         write_json(self.folder / "result.json", result, indent=2)
 
@@ -143,14 +162,41 @@ class Run:
         return model.eval()
 
 
-def load(folder: str | Path, *, trust_formulas: bool = False) -> nn.Module:
-    """Return the network a run has trained, in evaluation mode: images in [0, 1] to logits.
+WEIGHTS = "dcnet weights 1"
+
+
+def save_weights(run: Run, path: Path) -> None:
+    """Write the weights of a run's network into a file that `load` reads: without the optimizer's state, with the recipe."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in run.model.state_dict().items()}
+    about = {"recipe": asdict(run.recipe), "shape": run.shape, "result": run.result}
+    write_atomically(path, save(tensors, {"format": WEIGHTS, "about": json.dumps(about)}))
+
+
+def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
+    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode: images in [0, 1] to logits.
 
     trust_formulas: execute the copy of formulas of one's own that the folder has, where they are not registered here.
     """
-    if trust_formulas:
-        execute_formulas(Path(folder))
-    return Run(folder).model
+    if Path(path).suffix != ".safetensors":
+        if trust_formulas:
+            execute_formulas(Path(path))
+        return Run(path).model
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if metadata.get("format") != WEIGHTS:
+        raise ValueError(f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}")
+    about = json.loads(metadata["about"])
+    model = build_model(change(Recipe(), **about["recipe"]), about["shape"])
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
+    return model.eval()
 
 
 def find_runs(folder: str | Path) -> list[Run]:

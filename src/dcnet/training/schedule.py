@@ -25,10 +25,10 @@ class Schedule:
             return (step + 1) / rise if step + 1 < rise else (self.steps - step) / (self.steps - rise + 1)
         return 1.0
 
-    def epoch_ended(self, loss: float) -> None:
-        """Tells the plateau schedule the training loss of an epoch."""
-        if loss < self.best:
-            self.best, self.since = loss, 0
+    def epoch_ended(self, error: float) -> None:
+        """Tell the plateau schedule the training error of an epoch, in percent."""
+        if error < self.best * (1.0 - self.recipe.threshold):
+            self.best, self.since = error, 0
             return
         self.since += 1
         if self.since >= self.recipe.patience:

@@ -74,6 +74,10 @@ def train(
                 options = f" --data-root {quote(str(data_root))}" if str(data_root) != "data" else ""
                 options += f" --device {device}" if device is not None else ""
                 raise Interrupted(f"{stopped}. Go on with: dcnet train --resume {quote(str(run.folder))}{options}") from None
+            except NonFiniteLoss as error:
+                if ranks.first:
+                    run.diverge({"step": error.step, "epoch": error.epoch, "why": str(error), **_provenance(job, data)})
+                raise
         ranks.wait()  # for the result
         return run
 
@@ -153,6 +157,8 @@ def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, p
         evaluation = _end_epoch(job, run, data, steps, per_epoch, progress)
         started = time.perf_counter() - job.seconds  # which have the evaluation, but not the writing
         if job.step < steps and _asked(interruption, ranks, True):
+            if job.saved_step != job.step:
+                job.save(run)
             raise Interrupted(f"stopped at step {job.step} of {steps}")
     if evaluation is None:  # the run had reached its end, but not its result
         evaluation = evaluate(job.evaluated, data, ranks, job.autocast, job.order)
@@ -187,9 +193,10 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
     evaluation = evaluate(job.evaluated, data, ranks, job.autocast, job.order) if due else None
     if evaluation is not None and not math.isfinite(evaluation.loss):
         images, _ = next(iter(data.test_batches(200)))
-        raise NonFiniteLoss(f"the loss on the test images is not finite after step {job.step}: {first_non_finite(job.evaluated.eval(), images)}")
+        why = first_non_finite(job.evaluated.eval(), images)
+        raise NonFiniteLoss(f"the loss on the test images is not finite after step {job.step}: {why}", job.step, epoch)
     if whole:
-        job.schedule.epoch_ended(loss)
+        job.schedule.epoch_ended(100.0 - accuracy)
     job.epoch_ended()
     job.seconds += time.perf_counter() - begun
     entry: dict[str, Any] = {"epoch": round(epoch, 4), "step": job.step, "lr": rate, "train_loss": loss, "train_accuracy": accuracy}
@@ -202,7 +209,8 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
     if ranks.first:
         run.add_metrics(entry)
         progress.epoch(entry)
-    job.save(run)
+    if job.step == steps or job.save_is_due():
+        job.save(run)
     return evaluation
 
 
@@ -215,20 +223,29 @@ def _stop_if_not_finite(job: Job, data: "Resident | ImageFolder", per_epoch: int
     with job.autocast():
         why = first_non_finite(job.model, images.contiguous(memory_format=job.order))
     rate = job.recipe.lr * job.schedule.factor(bad)
-    raise NonFiniteLoss(f"the loss is not finite at step {bad + 1} (epoch {epoch + 1}, batch {number + 1}, learning rate {rate:.3g}): {why}")
+    words = f"the loss is not finite at step {bad + 1} (epoch {epoch + 1}, batch {number + 1}, learning rate {rate:.3g}): {why}"
+    raise NonFiniteLoss(words, bad + 1, (bad + 1) / per_epoch)
 
 
 def _result(job: Job, data: "Resident | ImageFolder", evaluation: Evaluation, per_epoch: int) -> dict[str, Any]:
-    recipe = job.recipe
     return {
         "accuracy": evaluation.accuracy,
+        "top5_accuracy": evaluation.top5_accuracy,
         "loss": evaluation.loss,
         "epochs": job.step / per_epoch,
         "steps": job.step,
-        "seconds": round(job.seconds, 3),
-        "images_per_second": round(job.step * recipe.batch / max(1e-9, job.seconds), 1),
+        "images_per_second": round(job.step * job.recipe.batch / max(1e-9, job.seconds), 1),
         "parameters": sum(p.numel() for p in job.model.parameters()),
-        "data": recipe.data,
+        **_provenance(job, data),
+    }
+
+
+def _provenance(job: Job, data: "Resident | ImageFolder") -> dict[str, Any]:
+    """Return how long a run took, on what data and where."""
+    return {
+        "seconds": round(job.seconds, 3),
+        "data": job.recipe.data,
+        "classes": len(data.classes),
         "train_images": data.train_length,
         "test_images": data.test_length,
         "devices": job.ranks.world,

@@ -55,7 +55,7 @@ def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tup
         for launcher in call.epilogue(track, momentum is not None):
             launcher(memory, momentum or 0.0, mean_momentum)
         if mean_batches is not None and o.groups > 1:
-            mean_batches.add_(1)
+            mean_batches.add_(vectors[call.at.mean : call.at.mean + o.groups].isfinite().all())
     elif o.mean_kind == OF_BATCH:
         vectors[call.at.mean :].fill_(torch.nan)  # as the mean of nothing is
     return out, left, Kept(dot, norms, unit, vectors)

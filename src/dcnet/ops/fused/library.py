@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
 from dcnet.ops.fused.backward import backward
 from dcnet.ops.fused.call import READ_BY_BACKWARD, call_of, convolution
@@ -186,3 +187,20 @@ _register(
     _backward_fake,
 )
 _LIBRARY.impl("decoupled", _with_gradient, "Autograd")
+
+
+# -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer ----------------------------
+
+
+@register_flop_formula([torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled_forward, torch.ops.dcnet.decoupled_inference])
+def _flops(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return conv_flop_count(x, weight, out_shape[0])
+
+
+@register_flop_formula(torch.ops.dcnet.decoupled_backward)
+def _backward_flops(e: Any, of_left: Any, out: Any, want_x: bool, want_weight: bool, x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    def turned(shape: Any) -> list[int]:
+        return [shape[1], shape[0], *shape[2:]]
+
+    flops = conv_flop_count(e, weight, x, transposed=True) if want_x else 0
+    return flops + (conv_flop_count(turned(x), turned(e), turned(weight)) if want_weight else 0)

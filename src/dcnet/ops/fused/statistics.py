@@ -8,15 +8,19 @@ from dcnet.ops.fused.parts import rho_of, total, vector
 
 @triton.jit
 def track_norm(running_norm, batches, momentum, g, value, TRACK: tl.constexpr, TALLY: tl.constexpr):
-    """A step of the running average of E{‖x‖} towards a value; TRACK: 1 with the momentum, 2 cumulative. `batches` were seen before."""
+    """A step of the running average of E{‖x‖} towards a value; TRACK: 1 with the momentum, 2 cumulative. `batches` were seen before.
+
+    A value that is not finite is left out, and its batch not counted.
+    """
+    finite = value - value == 0.0
     seen = tl.load(batches).to(tl.float32) + 1.0
     share = 1.0 / seen
     if TRACK == 1:
         share = tl.where(seen == 1.0, 1.0, momentum)  # the first batch is taken as it is
     old = tl.load(running_norm + g).to(tl.float32)
-    tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty))
+    tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty), mask=finite)
     if TALLY:
-        tl.store(batches, seen.to(batches.dtype.element_ty))
+        tl.store(batches, seen.to(batches.dtype.element_ty), mask=finite)
 
 
 @triton.jit

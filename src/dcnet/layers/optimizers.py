@@ -1,0 +1,52 @@
+"""The new parameters of converted layers in an optimizer that is there already."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dcnet.layers.decoupled import Decoupled
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises unless parameters can be added to this, or it is None."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Module]) -> "Groups | None":
+    """The groups of the optimizer that hold the parameters of these layers; raises where there is none, or a schedule already."""
+    if optimizer is None:
+        return None
+    owner = {p: group for group in optimizer.param_groups for p in group["params"]}
+    found = {layer: owner[own[0]] for layer in layers.values() if (own := [p for p in layer.parameters() if p in owner])}
+    if layers and not found:
+        raise ValueError(f"optimizer has no parameter of any of the {len(layers)} layers to convert: was it made for this model?")
+    if any("initial_lr" in group for group in found.values()):
+        raise ValueError(
+            "optimizer has a learning-rate schedule already, which knows the number of its groups; convert first, then make the schedule",
+        )
+    return Groups(optimizer, found)
+
+
+class Groups:
+    """The group of every layer in an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, of: dict[nn.Module, dict[str, Any]]) -> None:
+        self._optimizer, self._of = optimizer, of
+
+    def __contains__(self, layer: nn.Module) -> bool:
+        return layer in self._of
+
+    def add(self, new: dict[nn.Module, list[nn.Parameter]]) -> None:
+        """Adds the new parameters of layers in groups without weight decay, otherwise like those the layers are in."""
+        for group in list(self._optimizer.param_groups):
+            added = [p for layer, parameters in new.items() if self._of.get(layer) is group for p in parameters]
+            if added:
+                like = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                decay = {"weight_decay": 0.0} if "weight_decay" in like else {}
+                self._optimizer.add_param_group(like | decay | {"params": added})
+
+    def decays(self, layer: nn.Module) -> bool:
+        """Whether the kernels of a layer are subject to weight decay although their length means nothing."""
+        return isinstance(layer, Decoupled) and layer.weighting is None and bool(self._of.get(layer, {}).get("weight_decay"))

@@ -1,0 +1,56 @@
+"""Code that uses the weight of a layer without calling the layer: kept from doing so where it can be."""
+
+from inspect import Parameter, ismethod, signature
+from typing import Any, NoReturn
+
+from torch import nn
+
+# What timm's `reparameterize_model` and other tools call, without arguments, to have a block merge its convolutions and BatchNorms
+_MERGING = ("fuse", "reparameterize", "switch_to_deploy")
+
+
+def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
+    """Notes on the transformer layers that now call their linear layers in evaluation too, instead of PyTorch's fast path."""
+    converted, slow = set(layers.values()), 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and converted & set(module.children()):
+            module.activation_relu_or_gelu = 0  # PyTorch's own mark of a layer that its fast path does not know
+            slow += 1
+        if isinstance(module, nn.TransformerEncoder) and converted & set(module.modules()):
+            module.use_nested_tensor = False  # which only the fast path can read
+    if not slow:
+        return []
+    return [f"{slow} nn.TransformerEncoderLayer no longer take PyTorch's fast path in evaluation, which would not call converted layers"]
+
+
+class Refusal:
+    """Stands in the place of a method that would be wrong now, and says so when it is called."""
+
+    def __init__(self, name: str, method: str, layer: str) -> None:
+        self.name, self.method, self.layer = name, method, layer
+
+    def __call__(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self.name or 'the model'}.{self.method}() merges kernels as if layers were linear in them, and {self.layer!r} is decoupled; "
+            "use the model as it is, or leave the block out of decouple_ with where=",
+        )
+
+
+def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
+    """Notes on the methods that merge kernels in modules around these layers; they raise from now on."""
+    names = {layer: name for name, layer in layers.items()}
+    notes = []
+    for name, module in model.named_modules():
+        inside = [names[child] for child in module.modules() if child in names and child is not module]
+        for method in _MERGING if inside else ():
+            if _takes_nothing(getattr(module, method, None)):
+                setattr(module, method, Refusal(name, method, inside[0]))
+                notes.append(f"{name or 'the model'}.{method}() would merge decoupled kernels wrongly; it raises from now on")
+    return notes
+
+
+def _takes_nothing(method: Any) -> bool:
+    """Whether this is a method that can be called without arguments; one that fuses features needs them."""
+    if not ismethod(method):
+        return False
+    return all(p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature(method).parameters.values())

@@ -1,0 +1,48 @@
+"""Kernels that lie on several ranks: what FSDP2 (`fully_shard`) does to a layer, and how to see its kernels whole."""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcnet.layers.decoupled import Decoupled
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, of which each rank may hold a part; told by its method, since the import takes long."""
+    return hasattr(tensor, "full_tensor")
+
+
+def check_shape(name: str, layer: Decoupled) -> None:
+    """Raises where FSDP1 has flattened the kernels of a layer and left a rank's part of them."""
+    weight, kernels = layer.weight, layer._kernels_and_groups()[0]
+    if weight.dim() < 2 or weight.shape[0] != kernels:
+        raise ValueError(
+            f"the kernels of layer {name or '(the model itself)'!r} have the shape {tuple(weight.shape)}, not ({kernels}, …): "
+            "FullyShardedDataParallel has flattened them. Use torch.distributed.fsdp.fully_shard instead, or "
+            "FullyShardedDataParallel.summon_full_params around this call",
+        )
+
+
+def whole_kernels(name: str, layer: Decoupled) -> Tensor:
+    """The kernels of a layer with every rank's part, with gradient; call it on all ranks.
+
+    The gradient that comes back is taken to be the same on every rank, as that of a penalty is.
+    """
+    weight: Any = layer.weight
+    if is_sharded(weight):
+        return weight.full_tensor()
+    check_shape(name, layer)
+    return weight
+
+
+def modules_of_fsdp(model: nn.Module, kind: str) -> list[Any]:
+    """The parts of a model that FSDP takes care of. kind: "FSDPModule" (FSDP2) or "FullyShardedDataParallel" (FSDP1)."""
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), kind, None)  # not imported: nothing can be sharded
+    return [] if found is None else [module for module in model.modules() if isinstance(module, found)]
+
+
+def reshard_(model: nn.Module) -> None:
+    """Put each rank's part of the parameters back where FSDP2 has left whole ones after a forward: changes to those are lost."""
+    for module in modules_of_fsdp(model, "FSDPModule"):
+        module.reshard()

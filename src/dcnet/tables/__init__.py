@@ -1,0 +1,26 @@
+"""The paper's tables: every cell as a recipe, a runner that fills them, a ledger of what was found, and pages made of it."""
+
+from dcnet.tables.ledger import Entry, Ledger
+from dcnet.tables.paper import TABLES, find_table
+from dcnet.tables.plan import Plan, Task, costs, plan
+from dcnet.tables.render import markdown, page
+from dcnet.tables.runner import Runner, under_torchrun
+from dcnet.tables.table import SCHEDULES, Cell, Table
+
+__all__ = [
+    "SCHEDULES",
+    "TABLES",
+    "Cell",
+    "Entry",
+    "Ledger",
+    "Plan",
+    "Runner",
+    "Table",
+    "Task",
+    "costs",
+    "find_table",
+    "markdown",
+    "page",
+    "plan",
+    "under_torchrun",
+]

@@ -1,0 +1,137 @@
+"""The ledger: one JSON line for every cell that was trained, to its end or to where its loss ceased to be finite."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dcnet.training import Recipe, Run, change
+
+# How a recipe is computed, not what: cells that differ only in these are the same cell. Precision is not among them.
+_COMPUTED: dict[str, Any] = {
+    "channels_last": False,
+    "graphs": False,
+    "compile": False,
+    "deterministic": False,
+    "evaluate_every": 1,
+    "save_every": 1000,
+}
+_FROM_RESULT = ("seconds", "device", "devices", "torch", "triton", "python", "dcnet", "commit")
+
+
+def identity(recipe: Recipe) -> Recipe:
+    """Return the recipe with the fields that do not change what is computed at fixed values."""
+    return replace(recipe, **_COMPUTED)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the ledger: of training, or of an attack on what was trained."""
+
+    cell: str
+    recipe: Recipe
+    record: dict[str, Any]
+
+    @property
+    def setup(self) -> str | None:
+        """The name of the set-up of an attack; None for training."""
+        return self.record.get("setup")
+
+    def number(self, measure: str, attack: str | None = None) -> float:
+        """Return what a cell shows: of training by that measure, or the accuracy under that attack."""
+        if attack is not None:
+            return self.record["attacks"][attack]
+        return 100.0 - self.record["error"] if measure == "accuracy" else self.record[measure]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss ceased to be finite, or the network is no better than chance at the end."""
+        if self.setup is not None:
+            return False
+        return self.record["error"] is None or self.record["error"] > 100.0 - 200.0 / self.record["classes"]
+
+    @property
+    def gpu_seconds(self) -> float:
+        """What the cell cost: its seconds, divided among the cells that ran beside it."""
+        return self.record["seconds"] / self.record.get("jobs", 1)
+
+
+class Ledger:
+    """The entries of a file, which are only ever added to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        if path.is_file():
+            *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
+            self.entries = [self._read(number, line) for number, line in enumerate(lines, 1)]
+
+    def _read(self, number: int, line: str) -> Entry:
+        try:
+            record = json.loads(line)
+            return Entry(record["cell"], change(Recipe(), **record["recipe"]), record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}, line {number}, is not what `dcnet table` writes: {error}") from error
+
+    def find(self, recipe: Recipe, setup: str | None = None) -> Entry | None:
+        """Return the latest entry of the same cell."""
+        wanted = identity(recipe)
+        return next((entry for entry in reversed(self.entries) if entry.setup == setup and identity(entry.recipe) == wanted), None)
+
+    def add(self, cell: str, run: Run, jobs: int) -> Entry:
+        """Add what a finished, or diverged, run has found."""
+        return self._append(cell, run, _findings(run) | {"jobs": jobs})
+
+    def add_attack(self, cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
+        """Add what attacks on a run have found."""
+        attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
+        record = {"setup": setup, "clean": found["clean"], "attacks": attacks, "images": found["images"], "eps": found["eps"]}
+        record |= {"from": found["from"] and Path(found["from"]).name, "verdict": found.get("check-up", {}).get("verdict")}
+        record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"])}
+        return self._append(cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"})
+
+    def _append(self, cell: str, run: Run, findings: dict[str, Any]) -> Entry:
+        record = {"cell": cell, "run": run.folder.name, "seed": run.recipe.seed, **findings, "recipe": asdict(run.recipe)}
+        entry = Entry(cell, run.recipe, record)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _end_last_line(self.path)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.entries.append(entry)
+        return entry
+
+
+def keep_record(run: Run, into: Path) -> None:
+    """Copy what a run says about itself, without checkpoint and logs, into a folder of the same name; of learned radii the last."""
+    folder = into / run.folder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("recipe.json", "result.json", "diverged.json", "attacks.json"):
+        if (run.folder / name).is_file():
+            shutil.copy(run.folder / name, folder / name)
+    *earlier, last = run.metrics or [{}]
+    kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + ([last] if last else [])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def _end_last_line(path: Path) -> None:
+    """Remove what a kill has left of a line, so that the next one stands by itself."""
+    if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(text.rfind(b"\n") + 1)
+
+
+def _findings(run: Run) -> dict[str, Any]:
+    """Return the error of the last epoch, or the epoch of the divergence, with where and how it came about."""
+    result, divergence = run.result, run.divergence
+    if result is not None:
+        found = {"error": round(100.0 - result["accuracy"], 4), "top5_error": round(100.0 - result["top5_accuracy"], 4), "epoch": result["epochs"]}
+        found["train_error"] = round(100.0 - run.metrics[-1]["train_accuracy"], 4)
+    else:
+        assert divergence is not None
+        result = divergence
+        found = {"error": None, "top5_error": None, "epoch": divergence["epoch"], "why": divergence["why"]}
+    return {**found, "classes": result["classes"], **{name: result[name] for name in _FROM_RESULT}}

@@ -1,0 +1,129 @@
+"""What is to be done for a table: networks to train, then attacks on them, and what each will cost."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcnet.tables.ledger import Entry, Ledger, identity
+from dcnet.tables.table import Cell, Setup, Table
+from dcnet.training import Recipe, Run
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network to train in a run folder; or, with a set-up, attacks on the network that is there."""
+
+    title: str
+    recipe: Recipe
+    folder: Path
+    paper: Any = None
+    setup: Setup | None = None
+    source: Path | None = None  # the run folder of the network that adversarial images are made on
+
+    @property
+    def ended(self) -> Run | None:
+        """The run, if it is finished or has diverged, or has been attacked."""
+        if self.setup is not None:
+            return Run(self.folder) if self.found is not None else None
+        ends = [name for name in ("result.json", "diverged.json") if (self.folder / name).is_file()]
+        return Run(self.folder) if ends else None
+
+    @property
+    def found(self) -> dict[str, Any] | None:
+        """What the set-up's attacks have found."""
+        if self.setup is None or not (self.folder / "attacks.json").is_file():
+            return None
+        return next((record for record in reversed(Run(self.folder).attacks) if record.get("setup") == self.setup.name), None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether what it needs is there: for attacks, trained networks."""
+        needed = [folder for folder in (self.folder, self.source) if folder is not None] if self.setup is not None else []
+        return all((folder / "result.json").is_file() for folder in needed)
+
+
+@dataclass
+class Plan:
+    """What there is of a table under one schedule: entries of the cells that are done, and tasks for the others."""
+
+    table: Table
+    done: list[tuple[Cell, Entry]] = field(default_factory=list)
+    missing: list[Task] = field(default_factory=list)
+
+
+def plan(table: Table, ledger: Ledger, runs: Path, schedule: str, seeds: list[int], matches: list[str] | None = None, **settings: Any) -> Plan:
+    """Return which cells are done and which are to be trained or attacked, seed by seed.
+
+    matches: only cells with one of these in their name, in the order of the matches. settings: recipe fields of all cells.
+    """
+    found = Plan(table)
+    folders: dict[Recipe, Path] = {}
+
+    def network(recipe: Recipe, name: str, paper: Any, needs_weights: bool) -> Path:
+        """Return the run folder of a network; add the training of it where it is missing."""
+        known = identity(recipe)
+        if known not in folders:
+            title = f"{table.name}: {name}, {recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
+            folders[known] = runs / _slug(title)
+            trained = (folders[known] / "result.json").is_file() if needs_weights else False
+            if ledger.find(recipe) is None or (needs_weights and not trained):
+                found.missing.append(Task(title, recipe, folders[known], paper))
+        return folders[known]
+
+    for seed in seeds:
+        for cell in _matching(table, matches):
+            recipe = table.recipe(cell, schedule, seed, **settings)
+            setup = cell.attack[0] if cell.attack is not None else None
+            if entry := ledger.find(recipe, None if setup is None else setup.name):
+                found.done.append((cell, entry))
+                continue
+            compared = (schedule, recipe.data) == ("paper", table.recipe(cell).data)
+            folder = network(recipe, cell.network or cell.title, cell.paper if compared and setup is None else None, setup is not None)
+            if setup is None:
+                continue
+            made_on = table.source(setup, recipe)
+            source = None if made_on is None else network(made_on, setup.name.removeprefix("from "), None, True)
+            task = Task(f"{folder.name}: {setup.name}", recipe, folder, None, setup, source)
+            if task not in found.missing:
+                found.missing.append(task)
+    found.missing.sort(key=lambda task: task.setup is not None)  # networks first; the order is otherwise kept
+    return found
+
+
+def _matching(table: Table, matches: list[str] | None) -> list[Cell]:
+    cells: dict[str, Cell] = {}
+    for match in matches or [""]:
+        matching = {cell.title: cell for cell in table.cells if match.lower() in cell.title.lower()}
+        if not matching:
+            there = "; ".join(cell.title for cell in table.cells)
+            raise ValueError(f"no cell of the table {table.name} has {match!r} in its name; there are {there}")
+        cells = cells | matching
+    return list(cells.values())
+
+
+def _slug(title: str) -> str:
+    """Return a folder name."""
+    plain = title.lower().replace("ℓ2", "l2").replace("sq. cosine", "square cosine").replace(" schedule", "")
+    return "-".join("".join(letter if letter.isascii() and letter.isalnum() else " " for letter in plain).split())
+
+
+def costs(plans: list[Plan], ledger: Ledger) -> dict[str, float | None]:
+    """Return by title what each missing task will cost in seconds of a device, judged by finished ones of the same network; None if unknown."""
+    found: dict[str, float | None] = {}
+    for task in (task for one in plans for task in one.missing):
+        paces = sorted(_pace(entry) for entry in ledger.entries if _alike(entry, task) and not entry.diverged)
+        found[task.title] = paces[len(paces) // 2] * (1.0 if task.setup else _length(task.recipe)) if paces else None
+    return found
+
+
+def _alike(entry: Entry, task: Task) -> bool:
+    kinds = [(r.model, r.data, r.batch, r.steps is None, r.adversarial) for r in (entry.recipe, task.recipe)]
+    return kinds[0] == kinds[1] and entry.setup == (task.setup and task.setup.name)
+
+
+def _pace(entry: Entry) -> float:
+    return entry.gpu_seconds / (1.0 if entry.setup else _length(entry.recipe))
+
+
+def _length(recipe: Recipe) -> float:
+    return float(recipe.steps or recipe.epochs)

@@ -1,0 +1,154 @@
+"""Tables for people: the paper's number, ours as mean ± deviation over seeds, in Markdown and as a page."""
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+from typing import Any
+
+from dcnet.tables.ledger import Entry, Ledger, identity
+from dcnet.tables.table import MEASURES, NOT_CONVERGED, SCHEDULES, Cell, Number, Table
+from dcnet.training import change
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A cell with what was measured: a number for each seed, of those that converged."""
+
+    cell: Cell
+    numbers: tuple[float, ...]
+    diverged: int
+
+    @property
+    def ours(self) -> str:
+        """In words: mean ± deviation and the number of seeds, N/C where none converged, nothing where none was trained."""
+        if not self.numbers:
+            return NOT_CONVERGED if self.diverged else ""
+        text = f"{mean(self.numbers):.2f}"
+        if len(self.numbers) > 1:
+            text += f" ± {stdev(self.numbers):.2f} (n = {len(self.numbers)})"
+        return text + (f", {self.diverged} N/C" if self.diverged else "")
+
+    @property
+    def paper(self) -> str:
+        paper = self.cell.paper
+        return "–" if paper is None else paper if isinstance(paper, str) else f"{paper:.2f}"
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's, in points."""
+        paper: Number = self.cell.paper
+        return mean(self.numbers) - paper if self.numbers and isinstance(paper, float | int) else None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all numbers of one rendered table share."""
+
+    schedule: str
+    data: str
+    precision: str
+    others: str = ""  # recipe fields that all cells were given
+
+
+def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
+    """Return the measured cells of a table by what they must not be mixed across: schedule, data set and precision."""
+    settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
+    by_identity: dict[object, Entry] = {(identity(entry.recipe), entry.setup): entry for entry in ledger.entries}  # the latest of a cell
+    found: dict[Setting, dict[str, Shown]] = {}
+    wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in by_identity.values())
+    seeds = sorted({entry.recipe.seed for entry in by_identity.values()})
+    for schedule in SCHEDULES:
+        for data, precision in wheres:
+            shown = {}
+            for cell in table.cells:
+                own = table.recipe(cell, schedule, **settings)
+                if "data" in cell.fields and own.data != data:
+                    continue
+                setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
+                wanted = [(identity(change(own, data=data, precision=precision, seed=seed)), setup) for seed in seeds]
+                entries = [by_identity[one] for one in wanted if one in by_identity]
+                numbers = tuple(entry.number(table.measure, attack) for entry in entries if not entry.diverged)
+                # the paper's number is for its own data and recipe
+                compared = cell if own.data == data and not settings else replace(cell, paper=None)
+                shown[cell.title] = Shown(compared, numbers, len(entries) - len(numbers))
+            if any(one.ours for one in shown.values()):
+                found[Setting(schedule, data, precision, ", ".join(f"{n}={v}" for n, v in settings.items()))] = shown
+    return found
+
+
+def _about(table: Table, setting: Setting) -> str:
+    share = SCHEDULES[setting.schedule]
+    length = "the paper's schedule" if share == 1.0 else f"{share:g} of the paper's schedule"
+    words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch: ours, and the paper's in brackets. "
+    words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
+    if share != 1.0:
+        words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
+    return f"{words} {table.note}".strip()
+
+
+def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
+    """Return the table under every schedule, data set and precision it was measured with. settings: other fields of all cells."""
+    lines = []
+    for setting, shown in settings_of(table, ledger, settings).items():
+        lines += [
+            f"**{table.title}.** {_about(table, setting)}",
+            "",
+            "| | " + " | ".join(table.columns) + " |",
+            "|---" * (1 + len(table.columns)) + "|",
+        ]
+        for row in table.rows:
+            cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
+            lines.append(f"| {row} | " + " | ".join("" if one is None else f"{one.ours or '?'} ({one.paper})" for one in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).strip()
+
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a; background: #fff; }
+table { border-collapse: collapse; margin: 1rem 0 2rem; font-variant-numeric: tabular-nums; }
+th, td { border: 1px solid #ccc; padding: .35rem .6rem; text-align: right; }
+th:first-child { text-align: left; }
+td small { display: block; color: #444; }
+.scroll { overflow-x: auto; }
+@media (prefers-color-scheme: dark) { body { color: #eee; background: #16181b; } th, td { border-color: #444; } td small { color: #bbb; } }
+"""
+
+
+def _color(difference: float | None, higher_is_better: bool) -> str:
+    """Return the background of a cell: blue where ours is better than the paper's, orange where it is worse, full at three points."""
+    if difference is None:
+        return ""
+    strength = min(1.0, abs(difference) / 3.0) * 0.55
+    better = difference >= 0 if higher_is_better else difference <= 0
+    return f"background: rgba({'38, 110, 200' if better else '226, 120, 20'}, {strength:.2f})"
+
+
+def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
+    """Return all that was measured as one HTML page."""
+    parts = []
+    for table in tables:
+        for setting, shown in settings_of(table, ledger, settings).items():
+            head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
+            body = []
+            for row in table.rows:
+                cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
+                body.append(f"<tr><th>{html.escape(row)}</th>{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>")
+            parts.append(
+                f"<h2>{html.escape(table.title)}</h2>\n<p>{html.escape(_about(table, setting))}</p>\n"
+                f'<div class="scroll"><table><tr><th></th>{head}</tr>\n' + "\n".join(body) + "</table></div>"
+            )
+    legend = "<p>Blue: ours is better than the paper's; orange: worse; full color at three points. A question mark: not measured yet.</p>"
+    title = "The paper's tables, measured"
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style>\n<h1>{title}</h1>\n{legend}\n" + "\n".join(parts) + "\n</html>\n"
+    )
+
+
+def _html_cell(shown: Shown | None, higher_is_better: bool) -> str:
+    if shown is None:
+        return "<td></td>"
+    color = _color(shown.difference, higher_is_better)
+    style = f' style="{color}"' if color else ""
+    return f"<td{style}>{html.escape(shown.ours or '?')}<small>paper {html.escape(shown.paper)}</small></td>"

@@ -1,0 +1,160 @@
+"""Fills tables: trains and attacks what is missing, several at once, for as long as there is time, and goes on the next time."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dcnet.tables.ledger import Ledger, keep_record
+from dcnet.tables.plan import Task
+from dcnet.training import NonFiniteLoss, joined, open_run, save_weights, train
+
+_STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
+_WORTH_STARTING = 20.0  # seconds below which a cell would do nothing but start
+
+
+class Runner:
+    """Does tasks. say: prints a line. options: `data_root`, `download`, `device` of `train`.
+
+    weights, records: folders for what is kept of finished cells besides their run folders.
+    """
+
+    def __init__(
+        self, ledger: Ledger, say: Callable[[str], None], options: dict[str, Any], weights: Path | None = None, records: Path | None = None
+    ) -> None:
+        self.ledger, self.say, self.options, self.weights, self.records = ledger, say, options, weights, records
+        self.seconds: list[float] = []  # of the networks that were trained here
+
+    def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
+        """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
+        until = time.monotonic() + seconds
+        waiting, failed = list(tasks), []
+        running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
+        try:
+            while waiting or running:
+                for task in [task for task in waiting if task.ended is not None]:  # by a runner that was killed, or by hand
+                    waiting.remove(task)
+                    self._enter(task, jobs)
+                left = until - time.monotonic()
+                needed = max(_WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
+                ready = [task for task in waiting if task.ready and task.folder not in {other.folder for other in running}]
+                while ready and len(running) < jobs and left > needed:
+                    task = ready.pop(0)
+                    waiting.remove(task)
+                    running[task] = (self._start(task, jobs), time.monotonic())
+                    ready = [other for other in ready if other.folder != task.folder]  # one process a run folder
+                for task, (process, began) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[task]
+                        failed += self._ended(task, process.returncode, jobs, time.monotonic() - began)
+                if left < _STOPPING or (ready and not running and left <= needed):
+                    self.say(f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun")
+                    break
+                if waiting and not running and not ready:
+                    failed += [task.title for task in waiting]
+                    self.say(f"not done, as a network they need failed or diverged: {'; '.join(task.title for task in waiting)}")
+                    break
+                time.sleep(0.1)
+        finally:
+            _stop([process for process, _ in running.values()])
+        return failed
+
+    def _expected(self, jobs: int, running: int) -> float:
+        """Return what one more cell beside those that run would take, at most; cells alone on a device are quicker than among others."""
+        if not self.seconds:
+            return 0.0
+        alone = 1.5 * sum(self.seconds) / len(self.seconds) / jobs
+        return min(1.1 * max(self.seconds), alone * (running + 1))
+
+    def _ended(self, task: Task, status: int, jobs: int, seconds: float) -> list[str]:
+        """Take what a process has left; return the task's title if it failed."""
+        if task.ended is None:
+            self.say(f"{task.title}: failed with exit status {status}: {_last_line(_log(task))}")
+            return [task.title]
+        if task.setup is None:
+            self.seconds.append(seconds)
+        self._enter(task, jobs)
+        return []
+
+    def run_together(self, tasks: list[Task], seconds: float) -> None:
+        """Train the tasks one after the other, each on all of torchrun's processes."""
+        if any(task.setup is not None for task in tasks):
+            raise ValueError("attacks are made on one device each: run this table without torchrun")
+        until = time.monotonic() + seconds
+        with joined(self.options.get("device")) as ranks:
+            for task in tasks:
+                if ranks.agree(time.monotonic() - until) > -_WORTH_STARTING:
+                    self.say("time is up")
+                    break
+                ended = task.ended is not None
+                ranks.wait()  # all have looked
+                with contextlib.suppress(NonFiniteLoss):  # which the run has recorded
+                    if not ended:
+                        train(task.recipe, task.folder, quiet=True, **self.options)
+                if ranks.first:
+                    self._enter(task, 1)
+                ranks.wait()
+
+    def _start(self, task: Task, jobs: int) -> subprocess.Popen[bytes]:
+        """Start a process that does the task; what it prints goes to a file in the run folder."""
+        open_run(task.folder, task.recipe)
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        attack = None if task.setup is None else {"setup": asdict(task.setup), "source": task.source}
+        what = {"options": self.options, "attack": attack}
+        with _log(task).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "dcnet.tables.worker", str(task.folder), json.dumps(what, default=str)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={"OMP_NUM_THREADS": str(threads)} | os.environ,  # a user's own number stands
+            )
+
+    def _enter(self, task: Task, jobs: int) -> None:
+        """Write the cell into the ledger, and its weights and records to where they are kept."""
+        run = task.ended
+        assert run is not None
+        if task.setup is not None:
+            assert task.found is not None
+            entry = self.ledger.add_attack(task.title, run, task.setup.name, task.found)
+            words = ", ".join(f"{attack} {accuracy:.2f}%" for attack, accuracy in entry.record["attacks"].items())
+        else:
+            entry = self.ledger.add(task.title, run, jobs)
+            error = entry.record["error"]
+            words = f"{error:.2f}%" if error is not None else f"not finite at epoch {entry.record['epoch']:.1f}"
+            words += ", which counts as N/C" if entry.diverged else ""
+            words += "" if task.paper is None else f" (paper: {task.paper})"
+            if self.weights is not None and not entry.diverged:
+                save_weights(run, self.weights / f"{run.folder.name}.safetensors")
+        if self.records is not None:
+            keep_record(run, self.records)
+        self.say(f"{task.title}: {words}, {entry.record['seconds']:.0f} s")
+
+
+def _log(task: Task) -> Path:
+    return task.folder / "train.log"
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Ask runs to write a checkpoint and end, and wait until they have."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+    for process in processes:
+        process.wait()
+
+
+def under_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -1,0 +1,78 @@
+"""Attacks on a trained run: what `dcnet attack`, the tables and the demo do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.circumstances import circumstances
+from dcnet.data import Resident
+from dcnet.layers import decoupled_layers
+from dcnet.robustness import EPS, check_up, evaluate
+from dcnet.training.ranks import joined
+from dcnet.training.run import Run
+from dcnet.training.settings import tf32
+from dcnet.training.trainer import open_data
+
+STATISTICS = ("running", "batch")
+
+
+class _OfTheBatch(nn.Module):
+    """A network whose decoupled layers take E{‖x‖} of the batch at hand, as in training.
+
+    Not among its submodules, so that the check that refuses networks in training mode does not see it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for layer in decoupled_layers(model).values():
+            layer.train()
+            layer.momentum = 0.0  # the running averages stay
+        self.inside = [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside[0](x)
+
+
+def attack_run(
+    run: Run,
+    attacks: str = "fgsm,bim,pgd",
+    eps: float = EPS,
+    *,
+    source: Run | None = None,
+    limit: int | None = None,
+    cumulative: bool = True,
+    predicted: bool = False,
+    statistics: str = "running",
+    check_images: int = 0,
+    bf16: bool = False,
+    batch: int = 500,
+    seed: int = 0,
+    data_root: str | Path = "data",
+    download: bool = False,
+    device: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Attack a run's network on its test images; return what `dcnet.robustness.evaluate` finds, with a check-up of so many images, and where.
+
+    source: another run, on whose network the adversarial images are made. limit: only so many images. statistics: "running" averages, as the
+    network is used, or "batch", E{‖x‖} of the batch as in training, which couples images and weakens attacks.
+    """
+    if statistics not in STATISTICS:
+        raise ValueError(f"unknown statistics {statistics!r}; possible: {', '.join(STATISTICS)}")
+    with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
+        data = open_data(run.recipe, ranks, data_root, download)
+        if not isinstance(data, Resident):
+            raise ValueError(f"{run.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it")
+        model = run.model.to(ranks.device)
+        other = None if source is None else source.model.to(ranks.device)
+        images, labels = data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
+        options: dict[str, Any] = {"batch": batch, "cumulative": cumulative, "predicted": predicted, "seed": seed, "progress": progress}
+        target = _OfTheBatch(model).eval() if statistics == "batch" else model
+        result = evaluate(target, images, labels, attacks, eps, source=other, **options)
+        if check_images:
+            result["check-up"] = check_up(model, images[:check_images], labels[:check_images], eps, seed=seed)
+    found = {"from": None if source is None else str(source.folder), "bf16": bf16, **circumstances(ranks.device)}
+    return result | found | ({"statistics": statistics} if statistics != "running" else {})

@@ -1,0 +1,324 @@
+"""The paper's tables: what their cells train, the runner that fills them, the ledger, and the pages."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import call
+
+import dcnet
+from dcnet.layers import decoupled_layers
+from dcnet.tables import SCHEDULES, TABLES, Ledger, Runner, find_table, markdown, page, plan, runner
+from dcnet.tables.ledger import identity
+from dcnet.training import build_model, change
+
+ROOT = Path(__file__).parent.parent
+# A table that takes seconds on a CPU: three cells of the real one, on the digits.
+QUICK = ["--data", "digits", "--set", "model=cnn9_narrow", "--set", "norm=batch", "--device", "cpu"]
+THREE = ["--match", "Baseline, Cosine", "--match", "TanhConv, Cosine, ReLU"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that the runner starts; two pytest workers share two cores
+
+
+def run_table(folder, *arguments):
+    return call("table", "cnn9", *QUICK, "--runs", str(folder), *arguments)
+
+
+# -- what the cells are ------------------------------------------------------------------------------------------------
+
+
+def test_counts():
+    """As many cells as the paper has numbers, and those that we add without one."""
+    papers = {name: sum(cell.paper is not None for cell in table.cells) for name, table in TABLES.items()}
+    assert papers == {"weighted": 6, "weighted-cnn9": 0, "cnn9-no-batchnorm": 10, "cnn9": 30, "resnet32": 22, "resnet32-sgd": 22} | {
+        "state-of-the-art": 8,
+        "white-box": 24,
+        "black-box": 40,
+        "imagenet": 12,
+        "cause": 0,
+    }
+    assert [cell.title for cell in TABLES["cnn9-no-batchnorm"].cells if cell.paper == "N/C"] == ["LinearConv, Sq. cosine", "SegConv, Sq. cosine"]
+
+
+@pytest.mark.skipif(not (ROOT.parent / "shared" / "paper.tex").is_file(), reason="the paper's source is not here")
+def test_numbers_are_the_papers():
+    """Every row of numbers stands in the paper's source as it stands here."""
+    text = (ROOT.parent / "shared" / "paper.tex").read_text()
+    text = re.sub(r"\\textbf\{([^}]*)\}", r"\1", text).replace("*", "")
+    lines = [[part.strip().rstrip("\\").strip() for part in line.split("&")] for line in text.splitlines() if "&" in line]
+    rows = [[part for part in line if re.fullmatch(r"[\d.]+|N/C", part)] for line in lines]
+    for name in ("cnn9", "cnn9-no-batchnorm", "resnet32", "resnet32-sgd", "imagenet", "white-box", "black-box"):
+        table = TABLES[name]
+        for row in table.rows:
+            papers = {cell.column: cell.paper for cell in table.cells if cell.row == row}
+            here = [papers[column] for column in table.columns if papers.get(column) is not None]
+            assert not here or any([value if value == "N/C" else float(value) for value in line] == here for line in rows), (name, row, here)
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "imagenet"])
+def test_every_cell_can_be_built(name, monkeypatch):
+    monkeypatch.setattr(torch.nn.init, "kaiming_normal_", lambda *_, **__: None)  # what takes the time, and is not asked about here
+    table = TABLES[name]
+    cells = [(identity(recipe), cell.attack) for cell in table.cells for recipe in [table.recipe(cell)]]
+    assert len(set(cells)) == len(cells), "two cells are the same"
+    for cell in table.cells:
+        recipe = table.recipe(cell)
+        model = build_model(recipe, {"num_classes": 10, "in_channels": 3, "input_size": 8})
+        decoupled = [layer for layer in decoupled_layers(model).values() if layer.constrained]
+        assert bool(decoupled) == (not cell.title.startswith("Baseline") and cell.column != "Baseline")
+        if not decoupled:
+            assert recipe.orthogonality == 0.0
+            assert recipe.projection == 0 or recipe.plain_kernels == "projected"
+
+
+def test_schedules_shrink_alike():
+    for name in ("cnn9", "cause"):
+        table = TABLES[name]
+        whole = table.recipe(table.cells[0])
+        for schedule, share in SCHEDULES.items():
+            recipe = table.recipe(table.cells[0], schedule)
+            assert recipe.milestones == whole.milestones
+            assert (recipe.steps or recipe.epochs) == pytest.approx(share * (whole.steps or whole.epochs), abs=0.5)
+
+
+# -- the runner --------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_from_end_to_end(tmp_path):
+    """Two cells, then the third; the ledger, the weights, the list and the pages."""
+    first = run_table(tmp_path, "--match", "Baseline, Cosine", "--jobs", "2", "--keep-weights", str(tmp_path / "weights"))
+    assert first.exit_code == 0, first.output
+    assert first.output.count("seed 0:") == 2
+    listed = run_table(tmp_path, *THREE, "--list")
+    assert listed.output.count("  done ") == 2
+    assert listed.output.count("  missing ") == 1
+    assert "min" in listed.output  # what the third will cost, judged by the two
+    second = run_table(tmp_path, *THREE, "--keep-records", str(tmp_path / "records"))
+    assert second.output.count("seed 0:") == 1, second.output  # only what is missing
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    titles = ["cnn9: Baseline, Cosine, no ReLU", "cnn9: Baseline, Cosine, ReLU", "cnn9: TanhConv, Cosine, ReLU"]
+    assert sorted(record["cell"].split(", digits")[0] for record in records) == sorted(titles)
+    assert {"recipe", "seed", "error", "top5_error", "seconds", "torch", "commit", "device"} <= set(records[0])
+    for record in records:
+        run = dcnet.Run(tmp_path / record["run"])  # a cell is a run folder
+        assert run.accuracy == pytest.approx(100.0 - record["error"], abs=1e-3)
+        assert asdict(run.recipe) | {"milestones": list(run.recipe.milestones)} == record["recipe"]
+        weights = tmp_path / "weights" / f"{record['run']}.safetensors"
+        if weights.is_file():
+            kept, loaded = dcnet.load(weights).state_dict(), run.model.state_dict()
+            assert all(bool((kept[name] == tensor).all()) for name, tensor in loaded.items())
+    assert len(list((tmp_path / "weights").iterdir())) >= 1
+    (kept,) = (tmp_path / "records").iterdir()
+    assert sorted(path.name for path in kept.iterdir()) == ["metrics.jsonl", "recipe.json", "result.json"]
+    assert dcnet.Run(kept).metrics[-1] == dcnet.Run(tmp_path / kept.name).metrics[-1]
+    assert all("learned" not in entry for entry in dcnet.Run(kept).metrics[:-1])
+    rendering = ["table", "--render", str(tmp_path / "pages"), "--runs", str(tmp_path)]
+    assert "has no cell of these tables yet" in call(*rendering).output  # with another network these are other cells
+    rendered = call(*rendering, "--set", "model=cnn9_narrow", "--set", "norm=batch")
+    assert rendered.exit_code == 0, rendered.output
+    text = (tmp_path / "pages" / "tables.md").read_text()
+    assert "digits, 0.0005 of the paper's schedule, float32, model=cnn9_narrow, norm=batch." in text
+    best = min(record["error"] for record in records)
+    assert f"{best:.2f} (–)" in text  # without the paper's number, which is for other data
+    assert (tmp_path / "pages" / "tables.html").is_file()
+
+
+def test_a_killed_runner_loses_nothing(tmp_path):
+    """Killed without a word while two cells train: the next call goes on, and every cell is in the ledger once."""
+    arguments = [*QUICK, *THREE, "--jobs", "2", "--runs", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "dcnet", "table", "cnn9", *arguments], stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("*/recipe.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"cell": "half a li')  # as a kill in the middle of writing leaves it
+    result = run_table(tmp_path, *THREE)
+    assert result.exit_code == 0, result.output
+    cells = [json.loads(line)["cell"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert len(cells) == len(set(cells)) == 3
+
+
+@pytest.fixture
+def quick_plan(tmp_path):
+    def make(**settings):
+        ledger = Ledger(tmp_path / "ledger.jsonl")
+        small = {"data": "digits", "model": "cnn9_narrow", "norm": "batch", "batch": 256, **settings}
+        return ledger, plan(find_table("cnn9"), ledger, tmp_path / "runs", "smoke", [0], ["TanhConv, Cosine, ReLU"], **small).missing
+
+    return make
+
+
+def test_a_budget_is_kept(quick_plan, monkeypatch):
+    """A cell that would take hours is stopped, with a checkpoint, and goes on the next time."""
+    monkeypatch.setattr(runner, "_WORTH_STARTING", 1.0)
+    ledger, (task,) = quick_plan(steps=10**6)
+    said = []
+    began = time.monotonic()
+    failed = Runner(ledger, said.append, {"data_root": "data", "device": "cpu"}).run([task], 1, 25.0)
+    assert time.monotonic() - began < 60.0
+    assert failed == []
+    assert said == ["time is up; 1 cells stop and go on the next time, 0 were not begun"]
+    assert (task.folder / "checkpoint.safetensors").is_file()
+    assert ledger.entries == []
+    assert "Go on with" in (task.folder / "train.log").read_text()
+
+
+def test_divergence_is_recorded_with_its_epoch(quick_plan):
+    ledger, tasks = quick_plan(lr=1e30, optimizer="sgd", projection=0, steps=20)
+    said = []
+    assert Runner(ledger, said.append, {"data_root": "data", "device": "cpu"}).run(tasks, 1, 600.0) == []
+    (entry,) = Ledger(ledger.path).entries
+    assert entry.diverged
+    assert entry.record["error"] is None
+    assert 0.0 < entry.record["epoch"] <= 4.0
+    assert "not finite" in entry.record["why"]
+    assert "counts as N/C" in said[0]
+    assert ledger.find(tasks[0].recipe) is not None  # not tried again
+
+
+def test_a_cell_that_fails_is_named_and_others_go_on(quick_plan):
+    ledger, (task,) = quick_plan()
+    broken = plan(find_table("cnn9"), ledger, task.folder.parent, "smoke", [1], ["TanhConv, Cosine, ReLU"], data="mnist", batch=256).missing
+    said = []
+    options = {"data_root": str(task.folder.parent / "nothing"), "device": "cpu"}
+    assert Runner(ledger, said.append, options).run([*broken, task], 1, 600.0) == [broken[0].title]
+    assert "failed with exit status 1" in said[0]
+    assert "train-images-idx3-ubyte" in said[0] or "mnist" in said[0]
+    assert len(ledger.entries) == 1
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "dcnet", "table", "cnn9"]
+    done = subprocess.run(
+        [*command, *QUICK, *THREE, "--runs", str(tmp_path)], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    entries = Ledger(tmp_path / "ledger.jsonl").entries
+    assert len(entries) == 3
+    assert {entry.record["devices"] for entry in entries} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cnn8"], "unknown table 'cnn8'. Did you mean 'cnn9'"),
+        ([], "Usage"),
+        (["cnn9", "--schedule", "papers"], "unknown schedule 'papers'. Did you mean 'paper'"),
+        (["cnn9", "--seeds", "a"], "seeds='a' must be whole numbers"),
+        (["cnn9", "--budget", "soon"], "budget='soon' must be a duration"),
+        (["cnn9", "--match", "HyperConv"], "no cell of the table cnn9 has 'HyperConv'"),
+        (["cnn9", "--set", "precison=bf16"], "Did you mean 'precision'"),
+        (["--render", "nowhere", "--runs", "nothing"], "has no cell of these tables yet"),
+    ],
+)
+def test_mistakes(arguments, message):
+    result = call("table", *arguments)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+
+
+def test_an_attacked_table(tmp_path):
+    """Networks are trained first, the one that images are made on too; attacks follow, and each number stands in its row."""
+    arguments = ["--data", "digits", "--set", "epochs=1", "--set", "batch=256", "--device", "cpu", "--runs", str(tmp_path)]
+    cells = ["--match", "Natural: FGSM, made on a naturally trained baseline of another seed, TanhConv"]
+    done = call("table", "black-box", *arguments, *cells)
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
+    attacked = records[2]
+    assert attacked["recipe"]["magnitude"] == "tanh"
+    assert (attacked["from"], attacked["images"]) == ("black-box-natural-baseline-digits-smoke-float32-seed-1", 355)
+    assert set(attacked["attacks"]) == {"fgsm", "bim"}
+    (kept,) = dcnet.Run(tmp_path / attacked["run"]).attacks
+    assert kept["transfer"]
+    assert kept["attacks"][0]["accuracy"] == attacked["attacks"]["fgsm"]
+    text = markdown(TABLES["black-box"], Ledger(tmp_path / "ledger.jsonl"), epochs=1.0, batch=256)
+    row = next(line for line in text.splitlines() if line.startswith("| Natural: FGSM, made on a naturally"))
+    assert f"| {attacked['attacks']['fgsm']:.2f} (–) |" in row
+    again = call("table", "black-box", *arguments, *cells)
+    assert again.output.strip() == ""  # nothing is missing
+    clean = call("table", "black-box", *arguments, "--match", "Natural: no attack, TanhConv", "--list")
+    assert "done     Natural: no attack, TanhConv, seed 0" in clean.output
+
+
+# -- ledger and pages --------------------------------------------------------------------------------------------------
+
+
+def write(path, *lines):
+    """A ledger of cells of the real table: (row and column, seed, error, fields)."""
+    table = TABLES["cnn9"]
+    with path.open("w") as file:
+        for title, seed, error, schedule, fields in lines:
+            cell = next(cell for cell in table.cells if cell.title == title)
+            recipe = change(table.recipe(cell, schedule, seed), **fields)
+            record = {
+                "cell": title,
+                "run": "x",
+                "error": error,
+                "top5_error": error,
+                "epoch": 3.5,
+                "classes": 100,
+                "seconds": 60.0,
+                "recipe": asdict(recipe),
+            }
+            file.write(json.dumps(record) + "\n")
+    return Ledger(path)
+
+
+def test_pages_show_mean_deviation_and_what_did_not_converge(tmp_path):
+    seg, tanh = "SegConv, Sq. cosine, no ReLU", "TanhConv, Cosine, ReLU"
+    lines = [(seg, seed, error, "paper", {"precision": "bf16", "graphs": True}) for seed, error in ((0, 24.0), (1, 25.0), (2, 26.0))]
+    lines += [(tanh, 0, None, "paper", {"precision": "bf16"}), ("MixConv, Cosine, ReLU", 0, 98.9, "paper", {"precision": "bf16"})]
+    lines += [(tanh, 0, 31.5, "short", {"precision": "bf16"}), (tanh, 0, 26.57, "paper", {"precision": "tf32"})]
+    lines += [("SphereConv, Cosine, ReLU", 0, 1.0, "paper", {"precision": "bf16", "lr": 0.5})]  # another recipe's: no cell
+    text = markdown(TABLES["cnn9"], write(tmp_path / "ledger.jsonl", *lines))
+    parts = text.split("**Plain CNN-9")[1:]
+    assert len(parts) == 3  # schedules and precisions are never mixed
+    paper, other, short = parts
+    assert "| SegConv | ? (33.57) | 25.00 ± 1.00 (n = 3) (24.29) | ? (24.96) | ? (25.04) |" in paper
+    assert "| TanhConv | ? (32.27) | ? (25.27) | N/C (25.15) | ? (26.94) |" in paper
+    assert "| MixConv | ? (33.46) | ? (24.93) | N/C (25.27) | ? (25.77) |" in paper
+    assert "| Baseline | ? (58.24) |  | ? (26.01) |  |" in paper
+    assert "1.00 (26.00)" not in text
+    assert "tf32" in other
+    assert "26.57 (25.15)" in other
+    assert "0.2 of the paper's schedule" in short
+    assert "31.50 (25.15)" in short
+    html = page(TABLES.values(), Ledger(tmp_path / "ledger.jsonl"))
+    blue, orange = (f"background: rgba({color}" for color in ("38, 110, 200", "226, 120, 20"))
+    assert html.count(blue) == 0
+    assert html.count(orange) == 3  # 25.00 against 24.29, 26.57 and 31.5 against 25.15
+    assert "25.00 ± 1.00 (n = 3)<small>paper 24.29</small>" in html
+
+
+def test_tables_go_between_their_marks(tmp_path):
+    ledger = write(tmp_path / "ledger.jsonl", ("TanhConv, Cosine, ReLU", 0, 26.5, "paper", {}))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- dcnet table cnn9: begin -->\nold\n<!-- dcnet table cnn9: end -->\nafter\n")
+    result = call("table", "--into", str(page), "--ledger", str(ledger.path))
+    assert result.exit_code == 0, result.output
+    assert "26.50 (25.15)" in page.read_text()
+    assert "old" not in page.read_text()
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after\n")
+
+
+def test_a_damaged_ledger_is_named(tmp_path):
+    (tmp_path / "ledger.jsonl").write_text('{"cell": 3}\n')
+    with pytest.raises(ValueError, match=r"ledger.jsonl, line 1, is not what `dcnet table` writes"):
+        Ledger(tmp_path / "ledger.jsonl")
