@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 import torch
@@ -18,6 +19,10 @@ torch._functorch.config.enable_autograd_cache = False
 settings.register_profile("dcnet", deadline=None, derandomize=True)
 settings.load_profile("dcnet")
 
+
+# What a script starts in the background ignores Ctrl-C; the tests that send it are to be tested there too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # two pytest workers share two cores, and fixtures of a whole module come before those of its tests
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +9,7 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet.cli import app
 from dcnet.figures import make_figure
+from dcnet.formulas.catalogue import _CATALOGUES
 
 
 def call(*arguments):
@@ -79,7 +78,9 @@ def test_train_errors(tmp_path):
         (["--recipe", "paper"], "unknown recipe 'paper'"),
         (["--recipe", "nothing.json"], "nothing.json"),
         (["--resume", str(tmp_path)], "is not a run folder"),
-        (["--resume", str(tmp_path), "--lr", "0.1"], "--lr cannot change it"),
+        (["--resume", str(tmp_path), "--lr", "0.1", "--epochs", "3"], "--lr cannot change it. Possible: --epochs, --steps"),
+        (["--resume", str(tmp_path), "--overwrite"], "--overwrite cannot change it"),
+        (["--resume", ""], "it is empty; possible: the path of a folder"),
         (["--milestones", "a,b"], "Invalid value for --milestones: 'a,b'"),
         (["--epochs", "-1"], "epochs=-1.0 must be > 0"),
         (["--device", "cuda:9"], "unknown device 'cuda:9'; possible: cpu, cuda"),
@@ -150,10 +151,11 @@ def test_formulas_of_ones_own_in_every_command(tmp_path, catalogue):
     run, own = str(tmp_path / "run"), ("--formulas", str(file))
 
     def in_process(*arguments):
-        """Each in a process of its own, where nothing is registered yet."""
-        result = subprocess.run([sys.executable, "-m", "dcnet", *arguments], capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
+        """Each as in a process of its own, where nothing is registered yet."""
+        _CATALOGUES["angular"].pop("tests_cli_third", None)
+        result = call(*arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
 
     in_process("train", "--data", "digits", "--model", "cnn6_2d", "--steps", "1", "--batch", "8", "--angular", "tests_cli_third", "--run", run, *own)
     assert "class" in in_process("evaluate", run, *own)

@@ -1,5 +1,7 @@
 """The networks: structure, twins, sizes, blocks against layers one after the other."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -166,3 +168,13 @@ def test_a_normalized_classifier_is_neither_projected_nor_orthogonal():
     dcnet.orthogonal_penalty(net).backward()
     assert net.head.weight.grad is None
     assert net.penultimate.conv.weight.grad is not None
+
+
+def test_unknown_arguments_are_named():
+    for options, message in (
+        ({"magnitud": "tanh"}, "create_model() has no argument 'magnitud'. Did you mean 'magnitude'? Possible: name, num_classes"),
+        ({"radus": 2.0, "magnitude": None}, "has no argument 'radus'. Did you mean 'radius'?"),
+        ({"device": "cpu"}, "has no argument 'device'."),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            dcnet.create_model("cnn9_narrow", **options)

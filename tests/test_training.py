@@ -111,6 +111,7 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
 
 def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
     """The epoch is finished first."""
+    handler = signal.getsignal(signal.SIGINT)
     options = {"epochs": 2.0, "schedule": "plateau", "patience": 1}
     whole = train(tmp_path / "whole", **options)
     original = trainer.evaluate
@@ -125,7 +126,26 @@ def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
         train(tmp_path / "run", **options)
     monkeypatch.setattr(trainer, "evaluate", original)
     assert_same_run(train(tmp_path / "run", resume=True), whole)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_in_the_background(tmp_path, monkeypatch):
+    """SIGINT is ignored where a script has started the run with &, and stays so; SIGTERM stops it, with a checkpoint."""
+    original = job.Job.train_step
+
+    def step(self, images, labels):
+        os.kill(os.getpid(), {2: signal.SIGINT, 4: signal.SIGTERM}.get(self.step + 1, 0))
+        original(self, images, labels)
+
+    monkeypatch.setattr(job.Job, "train_step", step)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(Interrupted, match="stopped at step 4 of 10"):
+            train(tmp_path / "run")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")[1]["step"] == 4
 
 
 def test_twice_is_at_once(tmp_path, monkeypatch):
@@ -405,7 +425,7 @@ def test_pretrained_start(tmp_path):
 
 
 def test_non_finite_loss(tmp_path, monkeypatch):
-    with pytest.raises(NonFiniteLoss, match=r"the loss is not finite at step \d+ \(epoch \d+, learning rate 1e\+30\): .*"):
+    with pytest.raises(NonFiniteLoss, match=r"the loss is not finite at step \d+ \(epoch \d+, batch \d+, learning rate 1e\+30\): .*"):
         train(tmp_path / "run", magnitude=None, lr=1e30, optimizer="sgd")
     # the layer that was first
     original = nn.MaxPool2d.forward
@@ -417,7 +437,8 @@ def test_non_finite_loss(tmp_path, monkeypatch):
         return y * math.inf if len(calls) > 3 * 7 else y  # three poolings a step
 
     monkeypatch.setattr(nn.MaxPool2d, "forward", forward)
-    with pytest.raises(NonFiniteLoss, match=r"at step 8 \(epoch 2, learning rate 0.001\): the output of layer 'stages.3' \(MaxPool2d\) is the first"):
+    words = r"at step 8 \(epoch 2, batch 3, learning rate 0.001\): the output of layer 'stages.3' \(MaxPool2d\) is the first"
+    with pytest.raises(NonFiniteLoss, match=words):
         train(tmp_path / "other", evaluate_every=0, magnitude=None)
     # a GPU is not asked at every step: nothing must be saved before it is
     monkeypatch.setattr(nn.MaxPool2d, "forward", original)
@@ -434,6 +455,31 @@ def test_non_finite_loss(tmp_path, monkeypatch):
     tensors, state = load_checkpoint(tmp_path / "other" / "checkpoint.safetensors")
     assert state["step"] == 5
     assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.is_floating_point())
+
+
+def test_a_batch_with_a_pixel_that_is_not_finite(tmp_path, monkeypatch):
+    """It is named, and stops the run before the weights take part in it."""
+    original = dcnet.data.Resident.train_batches
+
+    def train_batches(self, epoch, first, *arguments):
+        for number, (images, labels) in enumerate(original(self, epoch, first, *arguments), first):
+            if (epoch, number) == (1, 2):
+                images[[4, 7], 0, 3, 3] = math.nan
+            yield images, labels
+
+    monkeypatch.setattr(dcnet.data.Resident, "train_batches", train_batches)
+    words = r"at step 8 \(epoch 2, batch 3, learning rate 0.001\): the images of that batch are not finite: number 5 and 1 more of 256"
+    with pytest.raises(NonFiniteLoss, match=words):
+        train(tmp_path / "run")
+
+
+def test_what_is_no_recipe(tmp_path, monkeypatch):
+    monkeypatch.setitem(dcnet.training.RECIPES, "brief", {"steps": 1, "batch": 8, "magnitude": None})
+    assert dcnet.train("brief", tmp_path / "run", device="cpu", quiet=True).recipe.steps == 1  # by name
+    with pytest.raises(ValueError, match=r"unknown recipe 'dmeo'. Did you mean 'demo'"):
+        dcnet.train("dmeo")
+    with pytest.raises(TypeError, match=r"recipe must be a dcnet.Recipe, or the name of one, got {'lr': 1}; possible: 'demo', dcnet.make_recipe"):
+        dcnet.train({"lr": 1})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from helpers import in_two_processes
 import dcnet
 from dcnet.training import job
 from dcnet.training.checkpoint import load_checkpoint
+from dcnet.util.lock import InUse, locked
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
 
@@ -58,13 +59,23 @@ def worker(rank, port, results):
 
     job.Job.save = save
     folder = os.environ["TEST_FOLDER"]
+    try:
+        dcnet.train(dcnet.make_recipe(epochs=1.0), os.environ["TEST_LOCKED"], device="cpu", quiet=True)
+    except InUse as error:
+        results[f"locked out {rank}"] = str(error)
     run = dcnet.train(dcnet.make_recipe(epochs=2.0, batch=256, norm="batch", ema=0.9), folder, device="cpu", quiet=True)
     results[rank] = (seen, run.result["test_images"], [entry["test_accuracy"] for entry in run.metrics])
 
 
 def test_averages_agree_after_every_epoch(tmp_path, monkeypatch):
+    """And before that, both ranks are kept out of a folder that another process has."""
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path / "run"))
-    results = in_two_processes(worker)
+    monkeypatch.setenv("TEST_LOCKED", str(tmp_path / "locked"))
+    (tmp_path / "locked").mkdir()
+    with locked(tmp_path / "locked"):
+        results = in_two_processes(worker)
+    assert f"in use by process {os.getpid()} on" in results["locked out 0"]
+    assert results["locked out 0"] == results["locked out 1"]
     (first, images, _), (second, _, _) = results[0], results[1]
     assert len(first) == len(second) == 2
     for a, b in zip(first, second, strict=True):
@@ -91,12 +102,17 @@ def test_what_cannot_be_divided(tmp_path, monkeypatch):
         dcnet.train(dcnet.make_recipe(epochs=1.0), tmp_path / "run", device="cpu", quiet=True)
 
 
+class _Alone(dcnet.training.Ranks):
+    def from_first(self, decide):
+        return decide()
+
+
 class _three:
     def __init__(self, device):
         pass
 
     def __enter__(self):
-        return dcnet.training.Ranks(0, 3, torch.device("cpu"))
+        return _Alone(0, 3, torch.device("cpu"))
 
     def __exit__(self, *_):
         pass

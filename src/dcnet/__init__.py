@@ -28,10 +28,11 @@ from dcnet.layers import (
 )
 from dcnet.models import create_model, list_models
 from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, fvcore_handles, patch_norm
-from dcnet.training import Recipe, Run, load, make_recipe, read_recipe, train
+from dcnet.training import Callback, Recipe, Run, load, make_recipe, read_recipe, train
 from dcnet.version import __version__
 
 __all__ = [
+    "Callback",
     "DecoupleReport",
     "DecoupledConv1d",
     "DecoupledConv2d",

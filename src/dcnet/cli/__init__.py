@@ -1,12 +1,15 @@
 """The command line: `dcnet COMMAND`, also `python -m dcnet COMMAND`."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import dcnet
-from dcnet.cli import attacking, benching, drawing, exploring, training
+from dcnet.cli import attacking, benching, drawing, evaluating, exploring, listing, predict, runs, training
+from dcnet.cli.common import say
+from dcnet.cli.help import CONTEXT, Command, Group
 from dcnet.cli.table import table
 
 
@@ -15,26 +18,39 @@ def _catalogue() -> str:
     return "\n\n".join("\n\n".join([f"{title}:", *(f"- {formula}" for formula in known.values())]) for title, known in sections)
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", help=f"Decoupled networks for PyTorch.\n\n{_catalogue()}")
+app = typer.Typer(
+    cls=Group,
+    context_settings=CONTEXT,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help=f"Decoupled networks for PyTorch.\n\n{_catalogue()}",
+)
 
 
 @app.callback(invoke_without_command=True)
 def options(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if version:
-        Console().print(f"dcnet {dcnet.__version__}")
+        say(f"dcnet {dcnet.__version__}")
         raise typer.Exit
 
 
-app.command(no_args_is_help=True)(training.with_recipe_flags(training.train))
-app.command()(training.evaluate)
-app.command()(training.runs)
-app.command()(attacking.attack)
-app.command()(benching.bench)
-app.command(no_args_is_help=True)(drawing.figure)
-app.command(no_args_is_help=True)(drawing.report)
-app.command()(exploring.explore)
-app.command(no_args_is_help=True)(table)
+app.command(cls=Command, no_args_is_help=True)(training.with_recipe_flags(training.train))
+app.command(cls=Command)(evaluating.evaluate)
+app.command(cls=Command, no_args_is_help=True)(predict.predict)
+app.command(cls=Command)(runs.runs)
+app.command(cls=Command)(attacking.attack)
+app.command(cls=Command)(benching.bench)
+app.command(cls=Command, no_args_is_help=True)(drawing.figure)
+app.command(cls=Command, no_args_is_help=True)(drawing.report)
+app.command(cls=Command)(exploring.explore)
+app.command(cls=Command, no_args_is_help=True)(table)
+for listed in (listing.models, listing.recipes, listing.data, listing.operators):
+    app.command(cls=Command, rich_help_panel="What there is")(listed)
 
 
 def main() -> None:
+    """Run the command line; what the output's encoding cannot say, such as ‖ in Latin-1, is replaced and no error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()

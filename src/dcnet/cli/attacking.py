@@ -1,30 +1,32 @@
 """`dcnet attack`: accuracy of a trained network under attack, and whether it can be believed."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dcnet.circumstances import circumstances
-from dcnet.cli.own_formulas import Formulas, register
-from dcnet.cli.training import DataRoot, Device, Download, fail
+from dcnet.cli.common import DataRoot, Device, Download, RunArgument, console, fail, folder_path, say
+from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.data import Resident
 from dcnet.robustness import ATTACKS, check_up, evaluate
 from dcnet.robustness.evaluate import parse_attack, parse_number
 from dcnet.training import Run, joined, open_data
 from dcnet.training.progress import showing
 from dcnet.training.settings import tf32
+from dcnet.util.text import printable
 
 
 def attack(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    run: RunArgument,
     attacks: Annotated[str, typer.Option(help=f"Of {', '.join(ATTACKS)}, with parameters as in pgd:steps=50:restarts=5.")] = "fgsm,bim,pgd",
     eps: Annotated[str, typer.Option(help="Largest change of a pixel, images going from 0 to 1; 8/255 is a number.")] = "8/255",
-    source: Annotated[Path | None, typer.Option("--from", help="Another run folder, on whose network the adversarial images are made.")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Another run folder, on whose network the adversarial images are made.", parser=folder_path, metavar="RUN"),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many test images.")] = None,
     separate: Annotated[bool, typer.Option("--separate", help="Every attack sees all images, not only the survivors of the last.")] = False,
     predicted: Annotated[bool, typer.Option("--predicted", help="Attack what the network predicts, not the true labels.")] = False,
@@ -37,10 +39,11 @@ def attack(
     download: Download = False,
     device: Device = None,
     formulas: Formulas = None,
+    trust_formulas: TrustFormulas = False,
 ) -> None:
     """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
     try:
-        register(formulas)
+        register(formulas, [run, *([] if source is None else [source])] if trust_formulas else ())
         number = parse_eps(eps)
         for part in attacks.split(","):
             parse_attack(part)
@@ -62,7 +65,7 @@ def attack(
         fail(error)
     path = found.add_attack(result)
     _show(run, result)
-    Console().print(f"added to {path}", highlight=False)
+    say(f"added to {path}")
 
 
 def parse_eps(text: str) -> float:
@@ -75,7 +78,7 @@ def parse_eps(text: str) -> float:
 
 def _show(run: Path, result: dict[str, Any]) -> None:
     how = "each on the survivors of the last" if result["cumulative"] else "each on all images"
-    table = Table(title=f"{run}: {result['images']} images, ε = {255 * result['eps']:g}/255, {result['labels']} labels, {how}")
+    table = Table(title=f"{printable(run)}: {result['images']} images, ε = {255 * result['eps']:g}/255, {result['labels']} labels, {how}")
     for column in ("attack", "attacked", "accuracy left", "median size", "seconds"):
         table.add_column(column, justify="left" if column == "attack" else "right")
     table.add_row("none", str(result["images"]), f"{result['clean']:.2f}%", "", "")
@@ -83,9 +86,8 @@ def _show(run: Path, result: dict[str, Any]) -> None:
         accuracy = f"{entry['accuracy']:.2f}%" if "accuracy" in entry else ""
         median = "" if entry.get("median") is None else f"{entry['median']:.4f}"
         table.add_row(entry["attack"], str(entry["attacked"]), accuracy, median, f"{entry['seconds']:.1f}")
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
+    console().print(table)
     if "check-up" in result:
         for test in result["check-up"]["tests"]:
-            console.print(f"  {'ok  ' if test['passed'] else 'FAIL'} {test['test']}: {test['words']}", highlight=False)
-        console.print(f"Check-up: {result['check-up']['verdict']}", highlight=False)
+            say(f"  {'ok  ' if test['passed'] else 'FAIL'} {test['test']}: {test['words']}")
+        say(f"Check-up: {result['check-up']['verdict']}")

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from dcnet.cli.common import say
 from dcnet.formulas import nearest
 
 
@@ -34,9 +34,8 @@ def bench(
         rows = read(out)
     else:
         cuda = torch.cuda.is_available() and not cpu
-        console = Console()
         if not cuda:
-            console.print("no GPU: small shapes on the CPU" if not cpu else "on the CPU: small shapes", highlight=False)
+            say("no GPU: small shapes on the CPU" if not cpu else "on the CPU: small shapes")
         device = torch.device("cuda" if cuda else "cpu")
         possible = list(benchmarks.cases(cuda, what, quick))
         # with their plain twins, which they are ratios to
@@ -44,7 +43,7 @@ def bench(
         if not wanted:
             names = ", ".join(dict.fromkeys(case.name for case in possible))
             raise typer.BadParameter(f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match")
-        rows = benchmarks.run(wanted, out, device, repeats, lambda line: console.print(line, highlight=False), commit)
+        rows = benchmarks.run(wanted, out, device, repeats, say, commit)
     table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")])
     if into is None:
         typer.echo(table)

@@ -1,55 +1,82 @@
 """`dcnet figure` and `dcnet report`: pictures of operators and of runs."""
 
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from dcnet.cli.own_formulas import Formulas, register
-from dcnet.cli.training import DataRoot, fail
+from dcnet.cli.common import DataRoot, RunsArgument, fail, folder_path, say
+from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.figures import FIGURES, make_figure
+from dcnet.training import Run
+from dcnet.training.own_formulas import MissingFormula, check_formulas
+from dcnet.util.files import write_atomically
 
 FORMATS = (".png", ".svg", ".pdf")
 _LIST = "\n\n".join(f"- {name}: {kind.shows}" for name, kind in FIGURES.items())
 
 
+@contextmanager
+def _glyphs() -> Iterator[None]:
+    """A box stands for what the font lacks; that needs no warning for each letter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
+        yield
+
+
 def figure(
     name: Annotated[str, typer.Argument(help=f"Which figure: {', '.join(FIGURES)}.")],
-    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.", parser=folder_path, metavar="RUNS...")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
     dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 150,
     formulas: Formulas = None,
+    trust_formulas: TrustFormulas = False,
     data_root: DataRoot = Path("data"),
 ) -> None:
     path = out or Path(f"{name}.png")
     try:
         if path.suffix.lower() not in FORMATS:
             raise ValueError(f"{path} ends in {path.suffix!r}; possible: {', '.join(FORMATS)}")
-        register(formulas)
+        register(formulas, (runs or []) if trust_formulas else ())
         drawn = make_figure(name, runs or [], data_root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(path, dpi=dpi)
+        file = io.BytesIO()
+        with _glyphs():
+            drawn.savefig(file, format=path.suffix[1:].lower(), dpi=dpi)
+        write_atomically(path, file.getvalue())
     except (ValueError, OSError) as error:
         fail(error)
-    Console().print(f"{path} written")
+    say(f"{path} written")
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    runs: RunsArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write index.html into, or a file ending in .html.")] = Path("report"),
     formulas: Formulas = None,
+    trust_formulas: TrustFormulas = False,
     data_root: DataRoot = Path("data"),
 ) -> None:
     """Write a page about one or more runs: results, curves, kernels, angles, robustness; a single file that needs nothing else."""
     from dcnet.report import write_report
 
     try:
-        register(formulas)
-        path = write_report(runs, out, data_root)
+        register(formulas, runs if trust_formulas else ())
+        with _glyphs():
+            path = write_report(runs, out, data_root)
+        for folder in runs:
+            if not (folder / "inspection.json").is_file():
+                check_formulas(folder, Run(folder).recipe)
+    except MissingFormula as error:
+        say(f"note: the page has no kernels, angles and examples of that run: {error}", stderr=True)
     except (ValueError, OSError) as error:
         fail(error)
-    Console().print(f"{path} written: {path.stat().st_size / 2**20:.1f} MiB", highlight=False)
+    say(f"{path} written: {path.stat().st_size / 2**20:.1f} MiB")
 
 
 figure.__doc__ = f"Draw a figure into a file.\n\n{_LIST}"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from dcnet.cli.common import fail, say
 from dcnet.cli.own_formulas import Formulas, register
-from dcnet.cli.training import fail
 from dcnet.explorer import render
+from dcnet.util.files import write_atomically
 
 
 def explore(
@@ -27,9 +27,9 @@ def explore(
     path = Path(tempfile.mkdtemp(prefix="dcnet-")) / "explorer.html" if out is None else out
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        write_atomically(path, page.encode())
     except OSError as error:
         fail(error)
-    Console(soft_wrap=True).print(f"{path} written", highlight=False)
+    say(f"{path} written")
     if show and not webbrowser.open(path.resolve().as_uri()):
-        Console(soft_wrap=True).print("no browser was found; open the file in one", highlight=False)
+        say("no browser was found; open the file in one")

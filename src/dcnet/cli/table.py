@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table as Shown
 
 from dcnet.bench import render_into
+from dcnet.cli.common import DataRoot, Device, Download, console, fail, say
 from dcnet.cli.own_formulas import Formulas, register
-from dcnet.cli.training import DataRoot, Device, Download, fail, value_of_flag
+from dcnet.cli.training import value_of_flag
 from dcnet.formulas import nearest
 from dcnet.tables import SCHEDULES, TABLES, Ledger, Plan, Runner, costs, find_table, markdown, page, plan, under_torchrun
-from dcnet.training.checkpoint import write_atomically
 from dcnet.training.recipe import hints
+from dcnet.util.files import write_atomically
 
 _LIST = "\n\n".join(f"- {table.name}: {table.title}" for table in TABLES.values())
 _SHARES = ", ".join(f"{name} is {share:g} of it" for name, share in SCHEDULES.items() if share != 1.0)
@@ -74,7 +74,7 @@ def table(
         seconds = _seconds(budget)
         options = {"data_root": data_root, "download": download, "device": device}
         tasks = [task for one in plans for task in one.missing]
-        runner = Runner(book, lambda line: Console(soft_wrap=True).print(line, highlight=False, markup=False), options, keep_weights, keep_records)
+        runner = Runner(book, say, options, keep_weights, keep_records)
         if under_torchrun():
             runner.run_together(tasks, seconds)
             return
@@ -82,7 +82,7 @@ def table(
     except (ValueError, OSError, RuntimeError) as error:
         fail(error)
     except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; the same command goes on", highlight=False)
+        say("stopped; the same command goes on", stderr=True)
         raise typer.Exit(130) from None
     if failed:
         fail(RuntimeError(f"{len(failed)} cells failed; their run folders have train.log"))
@@ -129,16 +129,15 @@ def _show(plans: list[Plan], ledger: Ledger) -> None:
         unknown = sum(cost is None for cost in known)
         words = " + ".join(filter(None, (f"{total / 60:.1f} min" if total else "", f"{unknown} × unknown" if unknown else "")))
         shown.add_row(f"{one.table.name}: {one.table.title}", str(len(one.done)), str(len(one.missing)), words)
-    Console().print(shown)
-    console = Console(soft_wrap=True)
+    console().print(shown)
     if len(plans) == 1:
         for cell, entry in plans[0].done:
             attack = None if cell.attack is None else cell.attack[1]
             number = "N/C" if entry.diverged else f"{entry.number(plans[0].table.measure, attack):.2f}%"
-            console.print(f"  done     {cell.title}, seed {entry.recipe.seed}: {number}", highlight=False, markup=False)
+            say(f"  done     {cell.title}, seed {entry.recipe.seed}: {number}")
         for task in plans[0].missing:
             begun = " (begun)" if (task.folder / "checkpoint.safetensors").is_file() else ""
-            console.print(f"  missing  {task.title}{begun}", highlight=False, markup=False)
+            say(f"  missing  {task.title}{begun}")
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -147,7 +146,6 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def _write(chosen: list[Any], ledger: Ledger, folder: Path | None, files: list[Path], settings: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
     texts = {one.name: text for one in chosen if (text := markdown(one, ledger, **settings))}
     if not texts:
         raise ValueError(f"{ledger.path} has no cell of these tables yet")
@@ -155,9 +153,9 @@ def _write(chosen: list[Any], ledger: Ledger, folder: Path | None, files: list[P
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "tables.md", ("# The paper's tables, measured\n\n" + "\n\n".join(texts.values()) + "\n").encode())
         write_atomically(folder / "tables.html", page(chosen, ledger, **settings).encode())
-        console.print(f"{folder / 'tables.md'} and {folder / 'tables.html'} written", highlight=False, markup=False)
+        say(f"{folder / 'tables.md'} and {folder / 'tables.html'} written")
     for file in files:
         wanted = [name for name in texts if marks(name)[0] in file.read_text()]
         for name in wanted:
             render_into(file, texts[name], *marks(name))
-        console.print(f"{file}: {', '.join(wanted) or 'no table'} put in place", highlight=False, markup=False)
+        say(f"{file}: {', '.join(wanted) or 'no table'} put in place")

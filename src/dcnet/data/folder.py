@@ -30,14 +30,14 @@ class ImageFolder:
         if not (root / "train").is_dir() or held_out is None:
             found = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
             raise FileNotFoundError(f"image folder {root} must hold train/CLASS/… and val/CLASS/… (or test/CLASS/…), found the folders {found}")
-        self.classes = _folders(root / "train")
+        self.classes = class_names(root / "train")
         self.device, self.seed, self.size = device, seed, size
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
         self._train = self._files(root / "train")
         self._test = self._files(root / held_out)
 
     def _files(self, folder: Path) -> list[tuple[str, int]]:
-        unknown = sorted(set(_folders(folder)) - set(self.classes))
+        unknown = sorted(set(class_names(folder)) - set(self.classes))
         if unknown:
             raise ValueError(f"{folder} has the class {unknown[0]!r}, which train does not have")
         found: list[tuple[str, int]] = []
@@ -83,7 +83,7 @@ class ImageFolder:
             raise (OSError(line) if _UNREADABLE in line else error) from None
 
 
-def _folders(path: Path) -> tuple[str, ...]:
+def class_names(path: Path) -> tuple[str, ...]:
     """The classes in a folder, sorted; what starts with a dot is some program's own."""
     return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
@@ -92,6 +92,22 @@ def _images_under(folder: Path) -> list[Path]:
     """The images at any depth, sorted. By `os.walk`, which asks the disk nothing about each of a million files."""
     names = (Path(where, name) for where, _, names in os.walk(folder) for name in names if not name.startswith("."))
     return sorted(path for path in names if path.suffix.lower() in ENDINGS)
+
+
+def _resized(image: Any, size: int) -> np.ndarray:
+    """The pixels of an image of Pillow's, its shorter side a little longer than the crop."""
+    from PIL.Image import Resampling
+
+    scale = size * _RESIZED / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    return np.asarray(image.resize((width, height), Resampling.BILINEAR))
+
+
+def middle_crop(image: Any, size: int) -> np.ndarray:
+    """Return the middle of an image of Pillow's, as test images are seen: (size, size), and its channels if there are several."""
+    pixels = _resized(image, size)
+    top, left = ((side - size) // 2 for side in pixels.shape[:2])
+    return pixels[top : top + size, left : left + size]
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
@@ -114,15 +130,14 @@ class _Images(Dataset[tuple[Tensor, int]]):
                 image = file.convert("RGB")
         except OSError as error:
             raise OSError(f"{path} {_UNREADABLE}: {error}") from error
-        scale = self.size * _RESIZED / min(image.size)
-        width, height = (max(self.size, round(side * scale)) for side in image.size)
-        pixels = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
         if self.random is None:
-            top, left, flip = (height - self.size) // 2, (width - self.size) // 2, 0
+            crop = middle_crop(image, self.size)
         else:
+            pixels = _resized(image, self.size)
+            height, width = pixels.shape[:2]
             random = of_image(*self.random, index)
             top, left, flip = random.integers(0, (height - self.size, width - self.size, 1), endpoint=True).tolist()
-        crop = pixels[top : top + self.size, left : left + self.size]
-        if flip:
-            crop = crop[:, ::-1]
+            crop = pixels[top : top + self.size, left : left + self.size]
+            if flip:
+                crop = crop[:, ::-1]
         return torch.from_numpy(crop.transpose(2, 0, 1).copy()), label

@@ -16,6 +16,7 @@ from dcnet.figures.training import convergence_figure, learned_figure
 from dcnet.formulas import nearest
 from dcnet.inspection import inspect_run
 from dcnet.training import Run
+from dcnet.util.text import printable
 
 
 @dataclass(frozen=True)
@@ -82,5 +83,11 @@ def titles_of(runs: Sequence[Run]) -> list[str]:
     for depth in range(1, 5):
         names = ["/".join(parts[-depth:]) for parts in paths]
         if len(set(names)) == len(names):
-            return names
-    return [str(run.folder) for run in runs]
+            break
+    else:
+        names = [str(run.folder) for run in runs]
+    titles: list[str] = []
+    for name in map(printable, names):  # some of which may look the same then
+        same = sum(title == name or title.startswith(f"{name} (") for title in titles)
+        titles.append(name if not same else f"{name} ({same + 1})")
+    return titles

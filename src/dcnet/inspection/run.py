@@ -16,8 +16,9 @@ from dcnet.inspection.layers import filters_of, layer_statistics
 from dcnet.models.cnn import CNN
 from dcnet.robustness import EPS
 from dcnet.training import Run
-from dcnet.training.checkpoint import load_state, write_atomically
+from dcnet.training.checkpoint import load_state
 from dcnet.training.run import read_json
+from dcnet.util.files import write_atomically
 
 FILE = "inspection.json"
 _VERSION = 1

@@ -1,5 +1,6 @@
 """Models: the paper's networks by name, each with its plain twin."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 
 from dcnet.formulas import nearest
 from dcnet.models.cnn import CNN
-from dcnet.models.parts import Normalize, Parts
+from dcnet.models.parts import LAYER_OPTIONS, Normalize, Parts
 from dcnet.models.resnet import ResNet, Root, Stage, gaussian_in_units_
 
 DEFAULT = "default"
@@ -91,6 +92,9 @@ def create_model(
     """
     if name not in _NETWORKS:
         raise ValueError(f"unknown model {name!r}.{nearest(name, _NETWORKS)} Known: {', '.join(_NETWORKS)}")
+    if unknown := [option for option in layer_options if option not in LAYER_OPTIONS]:
+        known = [*list(inspect.signature(create_model).parameters)[:-1], *LAYER_OPTIONS]
+        raise TypeError(f"create_model() has no argument {unknown[0]!r}.{nearest(unknown[0], known)} Possible: {', '.join(known)}")
     own = {"penultimate_activation": penultimate_activation, "penultimate_norm": penultimate_norm, "root_activation": root_activation}
     own = {option: value for option, value in own.items() if value is not None}
     for option, value in own.items():

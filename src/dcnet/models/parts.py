@@ -1,5 +1,6 @@
 """What the networks are made of: one place that decides between decoupled and plain layers."""
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,12 @@ from torch import Tensor, nn
 
 from dcnet.layers import Block, DecoupledConv2d, DecoupledLinear
 
+# of decoupled layers, which a network has alike in all of them
+LAYER_OPTIONS = [
+    name
+    for name, parameter in inspect.signature(DecoupledLinear.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("magnitude", "angular", "device", "dtype")
+]
 BATCH_NORM_EPS = 1e-3  # as in the authors' code
 
 

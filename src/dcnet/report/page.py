@@ -24,7 +24,8 @@ from dcnet.figures.style import room_below
 from dcnet.inspection.examples import STEPS
 from dcnet.report.contents import Shown, differing_fields, gather
 from dcnet.report.pictures import png, svg
-from dcnet.training.checkpoint import write_atomically
+from dcnet.util.files import write_atomically
+from dcnet.util.text import printable
 from dcnet.version import __version__
 
 _OPEN = 3  # runs whose details are open from the start
@@ -39,7 +40,7 @@ def write_report(folders: Sequence[str | Path], out: str | Path, data_root: str 
         raise ValueError(f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file ending in .html")
     shown = gather(folders, data_root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(shown).encode())
+    write_atomically(path, printable(render(shown), keep="\n\t").encode())
     return path
 
 

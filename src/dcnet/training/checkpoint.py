@@ -1,7 +1,7 @@
 """Checkpoints: tensors and a JSON state in one safetensors file, which executes nothing on loading, and is never half written."""
 
 import json
-import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,22 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dcnet.util.files import write_atomically
+
 FORMAT = "dcnet checkpoint 1"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file appears whole or not at all, whenever the process or the machine is stopped."""
-    partial = path.with_name(f".{path.name}.part")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -50,13 +37,26 @@ def load_state(path: Path) -> dict[str, Any]:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     try:
-        with safe_open(path, "pt") as file:
+        with _named_in_utf8(path) as readable, safe_open(readable, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a checkpoint of ours: its format is {metadata.get('format')!r}, expected {FORMAT!r}")
             yield file, json.loads(metadata["state"])
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _named_in_utf8(path: Path) -> Iterator[Path]:
+    """The same file; safetensors opens none whose name has other bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "link").symlink_to(path.absolute())
+            yield Path(folder) / "link"
+    else:
+        yield path
 
 
 def with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,8 +20,10 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return f"the parameter {name!r} is not finite"
-    if not images.isfinite().all():
-        return "the images are not finite"
+    odd = (~images.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    if odd:
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        return f"the images of that batch are not finite: number {odd[0] + 1}{more} of {len(images)} (on this device)"
     model = copy.deepcopy(model)  # whose running averages may move
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []

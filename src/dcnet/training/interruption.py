@@ -1,4 +1,7 @@
-"""Ctrl-C, and the signal that asks a process to end: noted when they come, heeded between two steps."""
+"""Ctrl-C, and the signal that asks a process to end: noted when they come, heeded between two steps.
+
+A signal that is ignored stays ignored, as SIGINT is in what a script starts in the background; SIGTERM stops that too.
+"""
 
 import signal
 import threading
@@ -20,7 +23,8 @@ class Interruption:
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():  # others get no signals
             for which in (signal.SIGINT, signal.SIGTERM):
-                self._before[which] = signal.signal(which, self._note)
+                if signal.getsignal(which) is not signal.SIG_IGN:
+                    self._before[which] = signal.signal(which, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dcnet.layers import WeightProjection, average_statistics_, orthogonal_penalty, weight_gradients_
 from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
+from dcnet.training.folder import same_but_length
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
 from dcnet.training.loss import classification_loss
 from dcnet.training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
@@ -208,7 +209,7 @@ class Job:
     def restore(self, run: Run) -> None:
         """Goes on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
-        if recorded(state["recipe"]) != self.recipe or state["shape"] != self.shape:
+        if not same_but_length(recorded(state["recipe"]), self.recipe) or state["shape"] != self.shape:
             raise ValueError(f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again")
         self.model.load_state_dict(without_prefix("model/", tensors))
         load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))

@@ -1,41 +1,15 @@
-"""What one sees of a run: bars in a terminal, a line an epoch elsewhere, TensorBoard if asked for."""
+"""What one sees of a run: bars in a terminal, a line an epoch elsewhere."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from shlex import quote
 from typing import Any
 
+from dcnet.training.callback import Callback, Numbers
 from dcnet.training.run import Run
-
-Numbers = Callable[[], tuple[float, float]]  # loss and accuracy of the epoch so far; asking makes a GPU wait
-
-
-class Progress:
-    """Shows nothing; what shows something overrides these."""
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
-
-    def begin(self, steps: int, done: int, per_epoch: int) -> None:
-        """A run of so many steps, of which some may have been done before."""
-
-    def step(self, step: int, seconds: float, numbers: Numbers) -> None:
-        """After every step."""
-
-    def epoch(self, entry: dict[str, Any]) -> None:
-        """After every epoch, with what `metrics.jsonl` gets."""
-
-    def end(self, run: Run) -> None:
-        """After the result has been written."""
-
-
-class Quiet(Progress):
-    """Shows nothing."""
+from dcnet.util.text import printable
 
 
 def describe(entry: dict[str, Any]) -> str:
@@ -46,10 +20,10 @@ def describe(entry: dict[str, Any]) -> str:
     return f"{text}; learning rate {entry['lr']:.3g}; {entry['seconds']:.1f} s"
 
 
-class Lines(Progress):
+class Lines(Callback):
     """One line an epoch."""
 
-    def begin(self, steps: int, done: int, per_epoch: int) -> None:
+    def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
         from_where = f", going on from step {done}" if done else ""
         _print(f"{steps} steps, {per_epoch} an epoch{from_where}")
 
@@ -57,37 +31,38 @@ class Lines(Progress):
         _print(describe(entry))
 
 
+def say_finished(run: Run) -> None:
+    """Say that there is nothing left to train, and how to train longer."""
+    result, folder = run.result or {}, printable(quote(str(run.folder)))
+    _print(
+        f"{printable(run.folder)} is finished: {result.get('epochs', 0.0):.4g} epochs, accuracy {run.accuracy:.2f}%. "
+        f"Nothing is left to do; to train longer: dcnet train --resume {folder} --epochs N, to start again: --overwrite"
+    )
+
+
 def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-class Bars(Progress):
+class Bars(Callback):
     """A bar for the run, with epoch, images per second, loss, accuracy and the time left."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Rich
 
         text = "epoch {task.fields[epoch]} · {task.fields[rate]} images/s · loss {task.fields[loss]} · accuracy {task.fields[accuracy]}"
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self.rich = Rich(*columns)
-        self.run = run
-        self.batch = run.recipe.batch
+        name = TextColumn("{task.description}", markup=False)
+        self.rich = Rich(name, BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self.shown = 0.0
 
-    def __enter__(self) -> "Progress":
-        self.rich.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.rich.stop()
-
-    def begin(self, steps: int, done: int, per_epoch: int) -> None:
+    def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
         epochs = steps / per_epoch
         self.per_epoch, self.of = per_epoch, f"{epochs:g}" if epochs < 1000 else f"{epochs:.0f}"
-        self.start, self.began = done, time.perf_counter()
-        self.task = self.rich.add_task(self.run.folder.name, total=steps, completed=done, epoch="-", rate="-", loss="-", accuracy="-")
+        self.start, self.began, self.batch = done, time.perf_counter(), run.recipe.batch
+        self.rich.start()
+        self.task = self.rich.add_task(printable(run.folder.name), total=steps, completed=done, epoch="-", rate="-", loss="-", accuracy="-")
 
     def step(self, step: int, seconds: float, numbers: Numbers) -> None:
         now = time.perf_counter()
@@ -108,41 +83,8 @@ class Bars(Progress):
         self.rich.update(self.task, completed=entry["step"])
         self.rich.console.print(describe(entry), highlight=False)
 
-
-def summary_writer() -> Any:
-    """TensorBoard's writer; raises where it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("TensorBoard is not installed: pip install 'dcnet[tensorboard]'") from error
-    return SummaryWriter
-
-
-class Board(Progress):
-    """Another progress, and TensorBoard's files in the run folder."""
-
-    def __init__(self, inner: Progress, run: Run) -> None:
-        writer = summary_writer()
-        self.inner, self.writer = inner, writer(str(run.folder / "tensorboard"))
-        self.step, self.begin, self.end = inner.step, inner.begin, inner.end  # type: ignore[method-assign]
-
-    def __enter__(self) -> "Progress":
-        self.inner.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.inner.__exit__(kind, error, trace)
-        self.writer.close()
-
-    def epoch(self, entry: dict[str, Any]) -> None:
-        self.inner.epoch(entry)
-        for name, value in entry.items():
-            if name == "learned":  # parameter, layer, five quantiles: the median is shown
-                for parameter, layers in value.items():
-                    for layer, quantiles in layers.items():
-                        self.writer.add_scalar(f"{parameter}/{layer}", quantiles[2], entry["step"])
-            elif name != "step":
-                self.writer.add_scalar(name, value, entry["step"])
+    def close(self) -> None:
+        self.rich.stop()
 
 
 @contextmanager
@@ -171,7 +113,6 @@ def showing_downloads(shown: bool) -> Any:
     return showing(shown, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
 
 
-def progress_for(run: Run, tensorboard: bool) -> Progress:
-    """Bars in a terminal, lines elsewhere."""
-    shown: Progress = Bars(run) if sys.stdout.isatty() else Lines()
-    return Board(shown, run) if tensorboard else shown
+def progress_for() -> Callback:
+    """Return bars in a terminal, lines elsewhere."""
+    return Bars() if sys.stdout.isatty() else Lines()

@@ -1,13 +1,16 @@
 """The processes that train together: one, or those that torchrun has started."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,20 @@ class Ranks:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return float(tensor)
+
+    def from_first(self, decide: Callable[[], T]) -> T:
+        """Return what the function gives on the first rank, on all of them; an error there is raised on all of them."""
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = decide()
+            except Exception as error:
+                outcome[1] = error
+        if self.world > 1:
+            dist.broadcast_object_list(outcome, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
 
     def wait(self) -> None:
         """Until all ranks are here."""

@@ -1,7 +1,6 @@
 """A run folder: recipe, metrics, checkpoint, result, attacks. Every other command reads such a folder and nothing else."""
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -12,9 +11,12 @@ from safetensors.torch import save
 from torch import nn
 
 from dcnet.models import create_model
-from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix, write_atomically
+from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
+from dcnet.training.own_formulas import check_formulas
+from dcnet.training.own_formulas import trust_formulas as execute_formulas
 from dcnet.training.plain_kernels import normalize_ordinary_
 from dcnet.training.recipe import Recipe, read_recipe, recorded
+from dcnet.util.files import append_line, write_atomically, write_json
 
 
 def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
@@ -108,14 +110,11 @@ class Run:
         write_atomically(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     def add_metrics(self, entry: dict[str, Any]) -> None:
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.folder / "metrics.jsonl", json.dumps(entry))
 
     def diverge(self, record: dict[str, Any]) -> None:
         """Record where the loss ceased to be finite; the folder keeps its last checkpoint."""
-        write_atomically(self.folder / "diverged.json", (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+        write_json(self.folder / "diverged.json", record, indent=2)
 
     @property
     def divergence(self) -> dict[str, Any] | None:
@@ -124,7 +123,7 @@ class Run:
         return read_json(path) if path.is_file() else None
 
     def finish(self, result: dict[str, Any]) -> None:
-        write_atomically(self.folder / "result.json", (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+        write_json(self.folder / "result.json", result, indent=2)
 
     @property
     def attacks(self) -> list[dict[str, Any]]:
@@ -138,7 +137,7 @@ class Run:
     def add_attack(self, result: dict[str, Any]) -> Path:
         """Adds what an attack found; gives the file."""
         path = self.folder / "attacks.json"
-        write_atomically(path, (json.dumps([*self.attacks, result], ensure_ascii=False) + "\n").encode())
+        write_json(path, [*self.attacks, result])
         return path
 
     @property
@@ -156,6 +155,7 @@ class Run:
         """
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
+        check_formulas(self.folder, self.recipe)
         tensors, state = load_checkpoint(self.checkpoint)
         model = build_model(self.recipe, state["shape"])
         try:
@@ -164,27 +164,6 @@ class Run:
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
-
-
-def check_free(folder: Path, recipe: Recipe) -> None:
-    """Raises if another recipe's run is in the folder."""
-    if (folder / "recipe.json").is_file():
-        there = asdict(Run(folder).recipe)
-        other = {name: (there[name], value) for name, value in asdict(recipe).items() if there[name] != value}
-        if other:
-            differences = ", ".join(f"{name}={old!r} there, {new!r} here" for name, (old, new) in other.items())
-            raise ValueError(f"{folder} holds another recipe's run: {differences}. Choose another folder, or remove that one")
-    elif folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a run needs a folder")
-
-
-def open_run(folder: Path, recipe: Recipe) -> Run:
-    """The run in the folder, made if there is none; raises if another recipe's is there."""
-    check_free(folder, recipe)
-    if not (folder / "recipe.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "recipe.json", recipe.to_json().encode())
-    return Run(folder)
 
 
 WEIGHTS = "dcnet weights 1"
@@ -198,9 +177,14 @@ def save_weights(run: Run, path: Path) -> None:
     write_atomically(path, save(tensors, {"format": WEIGHTS, "about": json.dumps(about)}))
 
 
-def load(path: str | Path) -> nn.Module:
-    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode: images in [0, 1] to logits."""
+def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
+    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode: images in [0, 1] to logits.
+
+    trust_formulas: execute the copy of formulas of one's own that the folder has, where they are not registered here.
+    """
     if Path(path).suffix != ".safetensors":
+        if trust_formulas:
+            execute_formulas(Path(path))
         return Run(path).model
     try:
         with safe_open(path, "pt") as file:

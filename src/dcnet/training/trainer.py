@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -11,23 +13,26 @@ from torch import nn
 from dcnet.circumstances import circumstances
 from dcnet.data import FOLDER, ImageFolder, Resident, load_data
 from dcnet.training.calibration import calibrated
+from dcnet.training.callback import Callback, Callbacks
 from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.folder import Place, check_length, total_steps
 from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.job import Job
 from dcnet.training.learned import learned_quantiles
-from dcnet.training.progress import Progress, Quiet, progress_for, showing_downloads, summary_writer
+from dcnet.training.progress import progress_for, say_finished, showing_downloads
 from dcnet.training.ranks import Ranks, joined
-from dcnet.training.recipe import Recipe
-from dcnet.training.run import Run, check_free, open_run
+from dcnet.training.recipe import Recipe, make_recipe
+from dcnet.training.run import Run
 from dcnet.training.settings import settings
+from dcnet.training.tensorboard import TensorBoard
 from dcnet.version import __version__
 
 _LOOK = 50  # steps between looks at the device, where looking makes it wait
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | str,
     folder: str | Path | None = None,
     *,
     data_root: str | Path = "data",
@@ -35,27 +40,35 @@ def train(
     device: str | None = None,
     quiet: bool = False,
     tensorboard: bool = False,
+    callbacks: Sequence[Callback] = (),
+    overwrite: bool = False,
+    extend: bool = False,
 ) -> Run:
-    """The run that the recipe describes, in the folder (runs/TITLE if none is given): trained to its end, from where it was left if it was begun.
+    """Train the run that the recipe describes to its end, from where it was left if it was begun, and return it.
 
-    Under torchrun, all its processes train together. device: "cpu" or "cuda"; the GPU if there is one.
+    recipe: one, or the name of one. folder: runs/TITLE if none is given, with a short suffix where another recipe's run has that name.
+    device: "cpu" or "cuda"; the GPU if there is one. callbacks: told about every step and epoch (`dcnet.Callback`). overwrite: start
+    again in a folder that has a run. extend: go on with a run of that recipe but for `epochs` and `steps`. Under torchrun, all its
+    processes train together.
     """
-    with joined(device) as ranks, settings(recipe, ranks.device):
-        where = Path(folder) if folder is not None else Path("runs") / recipe.title
-        check_free(where, recipe)
-        if tensorboard:
-            summary_writer()  # an error now rather than later
-        if (where / "result.json").is_file():
+    recipe = _recipe(recipe)
+    told = Callbacks([*callbacks, *([TensorBoard()] if tensorboard else [])])  # an error now rather than later
+    with joined(device) as ranks, settings(recipe, ranks.device), ExitStack() as held:
+        place = Place(recipe, folder, held, overwrite, extend)
+        where, finished = ranks.from_first(place.find)
+        if finished:
+            if ranks.first and not quiet:
+                say_finished(Run(where))
             return Run(where)
-        # a recipe that cannot be trained leaves no folder behind
+        # a recipe that cannot be trained leaves no folder behind, and overwrites none
         data = open_data(recipe, ranks, data_root, download)
-        job, per_epoch = _prepare(recipe, data, ranks, begun=(where / "checkpoint.safetensors").is_file())
-        if ranks.first:
-            open_run(where, recipe)
-        ranks.wait()
-        run = Run(where)
-        progress: Progress = Quiet() if quiet or not ranks.first else progress_for(run, tensorboard)
-        with progress, Interruption() as interruption:
+        begun = not overwrite and (where / "checkpoint.safetensors").is_file()
+        job, per_epoch = _prepare(recipe, data, ranks, begun)
+        if begun and (where / "recipe.json").is_file():
+            check_length(Run(where), recipe, per_epoch)
+        run = Run(ranks.from_first(lambda: place.enter(where)))
+        progress = Callbacks([*([] if quiet else [progress_for()]), *told.parts] if ranks.first else [])
+        with closing(progress), Interruption() as interruption:
             try:
                 _train(job, run, data, per_epoch, progress, interruption)
             except Interrupted as stopped:
@@ -68,6 +81,17 @@ def train(
                 raise
         ranks.wait()  # for the result
         return run
+
+
+def _recipe(given: Recipe | str) -> Recipe:
+    if isinstance(given, str):
+        return make_recipe(given)
+    if not isinstance(given, Recipe):
+        raise TypeError(
+            f"recipe must be a dcnet.Recipe, or the name of one, got {given!r}; possible: 'demo', dcnet.make_recipe('demo', epochs=3), "
+            "dcnet.read_recipe('recipe.json')"
+        )
+    return given
 
 
 def open_data(recipe: Recipe, ranks: Ranks, root: str | Path = "data", download: bool = False) -> "Resident | ImageFolder":
@@ -95,7 +119,7 @@ def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun
         raise ValueError(f"batch={recipe.batch} is larger than the {data.train_length} training images of {recipe.data}")
     if recipe.batch % (ranks.world * recipe.accumulate):
         raise ValueError(f"batch={recipe.batch} cannot be divided among {ranks.world} processes × accumulate={recipe.accumulate}")
-    steps = recipe.steps or max(1, round(recipe.epochs * per_epoch))
+    steps = total_steps(recipe, per_epoch)
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
     job = Job(recipe, shape, steps, ranks, begun)
     alone = recipe.batch == ranks.world * recipe.accumulate
@@ -104,14 +128,14 @@ def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun
     return job, per_epoch
 
 
-def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, progress: Progress, interruption: Interruption) -> None:
+def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, progress: Callback, interruption: Interruption) -> None:
     recipe, ranks, steps = job.recipe, job.ranks, job.schedule.steps
     if run.checkpoint.is_file():
         job.restore(run)
     job.check_together()
     if ranks.first:
         run.keep_metrics(job.step)
-    progress.begin(steps, job.step, per_epoch)
+    progress.begin(run, steps, job.step, per_epoch)
 
     look_every = 1 if ranks.device.type == "cpu" else _LOOK
     started = time.perf_counter() - job.seconds
@@ -157,7 +181,7 @@ def _save(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int) ->
     job.save(run)
 
 
-def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, per_epoch: int, progress: Progress) -> Evaluation | None:
+def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, per_epoch: int, progress: Callback) -> Evaluation | None:
     """Evaluation, metrics, checkpoint."""
     _stop_if_not_finite(job, data, per_epoch)
     recipe, ranks, begun = job.recipe, job.ranks, time.perf_counter()
@@ -208,7 +232,7 @@ def _stop_if_not_finite(job: Job, data: "Resident | ImageFolder", per_epoch: int
     with job.autocast():
         why = first_non_finite(job.model, images.contiguous(memory_format=job.order))
     rate = job.recipe.lr * job.schedule.factor(bad)
-    words = f"the loss is not finite at step {bad + 1} (epoch {epoch + 1}, learning rate {rate:.3g}): {why}"
+    words = f"the loss is not finite at step {bad + 1} (epoch {epoch + 1}, batch {number + 1}, learning rate {rate:.3g}): {why}"
     raise NonFiniteLoss(words, bad + 1, (bad + 1) / per_epoch)
 
 

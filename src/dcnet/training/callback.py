@@ -1,0 +1,66 @@
+"""What is told about a run while it trains: the interface of progress bars, TensorBoard, and loggers of one's own."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from dcnet.training.run import Run
+
+Numbers = Callable[[], tuple[float, float]]  # loss and accuracy in percent of the epoch so far; asking makes a GPU wait
+
+
+class Callback:
+    """Told about a run while it trains; each method does nothing until it is overridden. `docs/callbacks.md` has examples.
+
+    Where several processes train together, only the first one calls. What a method raises ends the training.
+    """
+
+    def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
+        """Called once before the first step. steps: of the whole run; done: those of them done before, in a run that goes on."""
+
+    def step(self, step: int, seconds: float, numbers: Numbers) -> None:
+        """Called after every step, counted from 1. numbers(): loss and accuracy of the epoch so far; asking makes a GPU wait."""
+
+    def epoch(self, entry: dict[str, Any]) -> None:
+        """Called after every epoch with what `metrics.jsonl` gets: epoch, step, lr, train_loss, train_accuracy, test_loss, …"""
+
+    def end(self, run: Run) -> None:
+        """Called once the run is finished, and has its result."""
+
+    def close(self) -> None:
+        """Called last, also after an interruption or an error, if `begin` was called."""
+
+
+class Callbacks(Callback):
+    """Several, one after the other."""
+
+    def __init__(self, parts: Sequence[Callback]) -> None:
+        for part in parts:
+            if not isinstance(part, Callback):
+                hint = f"; make one of it: {part.__name__}(…)" if isinstance(part, type) and issubclass(part, Callback) else ""
+                raise TypeError(f"callbacks must be instances of dcnet.Callback, got {part!r}{hint}")
+        self.parts = list(parts)
+        self.begun: list[Callback] = []
+
+    def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
+        for part in self.parts:
+            self.begun.append(part)
+            part.begin(run, steps, done, per_epoch)
+
+    def step(self, step: int, seconds: float, numbers: Numbers) -> None:
+        for part in self.parts:
+            part.step(step, seconds, numbers)
+
+    def epoch(self, entry: dict[str, Any]) -> None:
+        for part in self.parts:
+            part.epoch(entry)
+
+    def end(self, run: Run) -> None:
+        for part in self.parts:
+            part.end(run)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # each is closed, whatever the others raise
+            for part in self.begun:
+                stack.callback(part.close)
+            self.begun = []

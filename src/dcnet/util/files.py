@@ -1,0 +1,83 @@
+"""Files that are written whole or not at all, and errors that name them."""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_PART = ".part"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write the file so that it appears whole or not at all, whenever the process or the machine is stopped.
+
+    The data goes into a temporary file of its own name first, so that two processes never write into one. What is not an ordinary
+    file, such as /dev/stdout, is written to directly.
+    """
+    with naming(path):
+        target = Path(os.path.realpath(path))  # a link stays a link
+        if target.exists() and not target.is_file():
+            with target.open("wb") as file:
+                file.write(data)
+            return
+        partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}{_PART}")
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        sync_folder(target.parent)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write the value as JSON, as `write_atomically` does. Bytes of a file's name that are not UTF-8 become the escapes that JSON has."""
+    write_atomically(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to the file, and wait until the disk has it."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_partial(path: Path) -> None:
+    """Remove what writes of this file have left behind when they were killed; only for a file that nobody else can be writing."""
+    for left in path.parent.glob(f".{_literally(path.name[:200])}.*{_PART}"):
+        left.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in the folder."""
+    if os.name == "nt":  # where a folder cannot be opened
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Make an error of the operating system name the file: a full disk's, for one, does not."""
+    try:
+        yield
+    except OSError as error:
+        number = errno.EIO if error.errno is None else error.errno
+        raise OSError(number, error.strerror or str(error), str(path)) from error
+
+
+def _literally(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

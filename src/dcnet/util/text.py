@@ -1,0 +1,25 @@
+"""Names and messages as a terminal, a page or a figure can show them."""
+
+import unicodedata
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_DIRECTIONS = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}  # which turn around what follows them
+
+
+def valid(text: str) -> str:
+    """Return the text with a replacement for bytes of a file's name that are not UTF-8, which nothing can encode."""
+    return text.encode("utf-8", "surrogateescape" if _only_bytes(text) else "replace").decode("utf-8", "replace")
+
+
+def printable(text: object, keep: str = "") -> str:
+    """Return the text on one line: with replacements for what is not UTF-8 and for control characters, but for those to be kept."""
+    return "".join(letter if letter in keep or not _controls(letter) else _REPLACEMENT for letter in valid(str(text)))
+
+
+def _only_bytes(text: str) -> bool:
+    """Whether surrogates stand for bytes, as Python has them in names of files."""
+    return not any("\ud800" <= letter <= "\udc7f" or "\udd00" <= letter <= "\udfff" for letter in text)
+
+
+def _controls(letter: str) -> bool:
+    return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") or letter in _DIRECTIONS
