@@ -127,10 +127,11 @@ class Decoupled(nn.Module):
         running_norm, raw_radius = self.running_norm, self.raw_radius  # each costs a call
         if running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
-            if self.training and (recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())):
+            has_mean = recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())
+            if self.training and has_mean:
                 mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
-                mean_norm = running_norm.clone() if torch.is_grad_enabled() else running_norm
+                mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
         operator = self.operator
         return decouple(
             x,
