@@ -14,6 +14,7 @@ from dcnet.layers.decoupled import Decoupled, Spec, check_options
 from dcnet.layers.optimisation import Where
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
+from dcnet.layers.record import record_
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -57,6 +58,7 @@ def decouple_(
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
     A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
+    The configuration of a model of transformers gets a record of it, which `from_pretrained` reads.
     """
     if isinstance(types, type):
         types = (types,)
@@ -91,6 +93,7 @@ def decouple_(
     report.notes += use_layers_(model, chosen)
     report.notes += refuse_fusion_(model, chosen)
     _tell_optimizer(report, chosen, groups)
+    record_(model)
     return report
 
 
