@@ -249,6 +249,10 @@ def test_methods_that_merge_kernels_are_refused():
     assert model(torch.randn(1, 3, 4, 4)).shape == (1, 3, 4, 4)
     with pytest.raises(RuntimeError, match="merges kernels"):
         copy.deepcopy(model).block.fuse()
+    same = Fusing().eval()
+    dcnet.decouple_(same, "linear", "cosine", weighting="linear")  # a convolution still
+    x = torch.randn(1, 3, 4, 4)
+    torch.testing.assert_close(same.block.fuse()(x), same.block(x))
     left = Fusing()
     dcnet.decouple_(left, where=lambda name, module: "block" not in name)
     left.eval().block.fuse()

@@ -49,7 +49,7 @@ def decouple_(
     optimizer: torch.optim.Optimizer | None = None,
     **layer_options: Any,
 ) -> DecoupleReport:
-    """A report of the layers converted and left; `model` itself is changed, its weights and biases are kept.
+    """Convert layers of `model` in place, keep their weights and biases, and return a report of those converted and left.
 
     where: `where(name, module)` says which candidates to convert; all of them without it.
     types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. A subclass with
@@ -98,7 +98,7 @@ def decouple_(
 
 
 def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
-    """Converts them all, or, if one fails, none."""
+    """Convert them all, or, if one fails, none."""
     before = {}
     try:
         for module in chosen.values():
@@ -121,7 +121,7 @@ def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _warn_of_what_is_dropped(chosen: dict[str, nn.Module]) -> list[str]:
-    """Notes on the layers whose own arithmetic is about to go; a warning too, since a report need not be looked at."""
+    """Return notes on the layers whose own arithmetic is about to go, and warn: a report need not be looked at."""
     dropped = {name: what for name, module in chosen.items() if (what := what_it_overrides(type(module)))}
     notes = [f"{_shown(name)}: the {what} of {type(chosen[name]).__name__} is dropped" for name, what in dropped.items()]
     if notes:

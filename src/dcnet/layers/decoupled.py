@@ -148,7 +148,7 @@ class Decoupled(nn.Module):
         )
 
     def _as_leaf(self, x: Proxy) -> Any:
-        """What `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
+        """Return what `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
         name = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
         if not name:
             raise TypeError("torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace nn.Sequential(layer)")

@@ -10,12 +10,12 @@ _OPTIONS = ("magnitude", "angular", "weighting", "radius", "eps", "momentum", "s
 
 
 def conversion_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The options of every decoupled layer of a model by its name, as JSON can hold them."""
+    """Return the options of every decoupled layer of a model by its name, as JSON can hold them."""
     return {name: {option: getattr(layer, option) for option in _OPTIONS} for name, layer in decoupled_layers(model).items()}
 
 
 def record_(model: nn.Module) -> None:
-    """Writes the conversion into the configuration of a model of transformers, which is saved with its weights; other models have none."""
+    """Write the conversion into the configuration of a model of transformers, which is saved with its weights; other models have none."""
     config = getattr(model, "config", None)
     if config is not None and all(callable(getattr(config, method, None)) for method in ("to_dict", "save_pretrained")):
         config.dcnet = conversion_of(model)

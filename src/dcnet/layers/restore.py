@@ -12,7 +12,7 @@ from dcnet.layers.optimisation import Where
 
 
 def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:
-    """The model, with the layers converted that `conversion_of` has named; load the weights afterwards. All of them, or none and an error."""
+    """Convert the layers that `conversion_of` has named, and return the model; load the weights afterwards."""
     modules = dict(model.named_modules())
     for name in conversion:
         module = modules.get(name)
@@ -36,7 +36,7 @@ def _among(names: set[str]) -> Where:
 
 
 def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: Any) -> Any:
-    """The model that `kind.from_pretrained(source, …)` of transformers gives, converted as it was when it was saved, weights and all.
+    """Return what `kind.from_pretrained(source, …)` of transformers gives, converted as it was when it was saved, weights and all.
 
     kind: the class of the model itself, such as `ResNetForImageClassification`. By itself it would build the plain network.
     """

@@ -20,7 +20,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def recorded_by_jit() -> bool:
-    """Whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
+    """Tell whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
