@@ -89,7 +89,9 @@ def projected_after_evaluation():
     model.eval()
     with torch.no_grad():
         model(whole_batch())
+    assert not hasattr(model[0].weight, "full_tensor")  # whole
     dcnet.project_weights_(model, scale=2.0)
+    model.reshard()  # as the next training step does
     return torch.cat([whole(model[i].weight).flatten(1).norm(dim=1) for i in (0, 2, 5)])
 
 
