@@ -1,6 +1,7 @@
 """decouple_: a model someone already has."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -248,6 +249,10 @@ def test_methods_that_merge_kernels_are_refused():
     assert model(torch.randn(1, 3, 4, 4)).shape == (1, 3, 4, 4)
     with pytest.raises(RuntimeError, match="merges kernels"):
         copy.deepcopy(model).block.fuse()
+    same = Fusing().eval()
+    dcnet.decouple_(same, "linear", "cosine", weighting="linear")  # a convolution still
+    x = torch.randn(1, 3, 4, 4)
+    torch.testing.assert_close(same.block.fuse()(x), same.block(x))
     left = Fusing()
     dcnet.decouple_(left, where=lambda name, module: "block" not in name)
     left.eval().block.fuse()
@@ -315,3 +320,45 @@ def test_wrapped_models_are_refused(tmp_path):
             dcnet.decouple_(sharded)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_conversion_written_down_and_done_again():
+    model = Model()
+    model(torch.randn(2, 3, 12, 12))
+    dcnet.decouple_(model, "seg:beta=0.25", "sigmoid:k=learned", where=lambda name, module: name.startswith("blocks"), eps=0.0)
+    dcnet.decouple_(model, "ball", radius=2.5, momentum=None, where=lambda name, module: name == "stem")
+    record = json.loads(json.dumps(dcnet.conversion_of(model)))
+    assert list(record) == ["stem", "blocks.0", "blocks.1"]
+    other = Model()
+    other(torch.randn(2, 3, 12, 12))
+    assert dcnet.restore_conversion_(other, record) is other
+    assert dcnet.conversion_of(other) == dcnet.conversion_of(model)
+    other.load_state_dict(model.state_dict(), strict=True)
+    x = torch.randn(2, 3, 12, 12)
+    torch.testing.assert_close(other.eval()(x), model.eval()(x))
+    for broken, message in (({**record, "tail": record["stem"]}, "'tail' as recorded: there is none"), (record, "'stem' as recorded: that is a Dec")):
+        with pytest.raises(ValueError, match=message):
+            dcnet.restore_conversion_(Model() if "tail" in broken else other, broken)
+
+
+def test_a_model_of_transformers_comes_back_converted(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    model = transformers.ResNetForImageClassification(config)
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="has no conversion in its configuration"):
+        dcnet.from_pretrained(type(model), tmp_path / "plain")
+    dcnet.decouple_(model, "tanh", "sigmoid:k=learned")
+    x = torch.rand(2, 3, 32, 32)
+    model.train()
+    model(x)
+    with torch.no_grad():
+        model.resnet.embedder.embedder.convolution.raw_k.fill_(0.4)
+    model.eval().save_pretrained(tmp_path / "converted")
+    again = dcnet.from_pretrained(type(model), tmp_path / "converted")
+    assert type(again) is type(model)
+    assert dcnet.conversion_of(again) == dcnet.conversion_of(model)
+    assert not again.training
+    torch.testing.assert_close(again(x).logits, model(x).logits)
+    with pytest.raises(TypeError, match="must be the class of a model"):
+        dcnet.from_pretrained("resnet", tmp_path / "converted")

@@ -108,7 +108,7 @@ def test_traced_by_jit(recwarn, magnitude, angular):
     model = network(magnitude, angular)
     model(images(4, 3, 20, 20))
     model.eval()
-    traced = torch.jit.trace(model, images(2, 3, 20, 20), check_trace=False)
+    traced = torch.jit.trace(model, images(2, 3, 20, 20))  # twice, with and without gradients
     assert not [w for w in recwarn if issubclass(w.category, torch.jit.TracerWarning)]
     file = io.BytesIO()
     torch.jit.save(traced, file)  # no function of ours is in it
@@ -215,3 +215,31 @@ def test_timm_layers_with_arithmetic_of_their_own():
     assert report.converted == ["2"]
     assert "StdConv2d, with a forward of its own" in report.skipped["0"]
     assert "Conv2dSame, with a forward of its own" in report.skipped["1"]
+
+
+def test_tensorboard_draws_the_graph(tmp_path):
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_graph(network().eval(), images(2, 3, 20, 20))
+    assert any(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore")  # both exporters', of themselves
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize(("magnitude", "angular"), [("tanh", "linear"), ("seg", "sigmoid:k=learned")])
+def test_exported_to_onnx(tmp_path, dynamo, magnitude, angular):
+    """The old exporter divides pooled sums whatever it is told; the layers do not pool there."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = network(magnitude, angular)
+    model[5] = nn.AdaptiveAvgPool2d(1)  # the old exporter has no other behind a layer with groups
+    model[7] = nn.Identity()
+    x = images(2, 3, 20, 20)
+    model(x)
+    model.eval()
+    torch.onnx.export(model, (x,), str(tmp_path / "model.onnx"), dynamo=dynamo, opset_version=18, verbose=False)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-4, atol=1e-5)

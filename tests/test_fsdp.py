@@ -89,7 +89,9 @@ def projected_after_evaluation():
     model.eval()
     with torch.no_grad():
         model(whole_batch())
+    assert not hasattr(model[0].weight, "full_tensor")  # whole
     dcnet.project_weights_(model, scale=2.0)
+    model.reshard()  # as the next training step does
     return torch.cat([whole(model[i].weight).flatten(1).norm(dim=1) for i in (0, 2, 5)])
 
 
@@ -218,6 +220,28 @@ def test_fsdp1_is_refused_by_name(ranks):
     for rank in ranks:
         assert set(rank["refused"]) == {"penalty", "projection", "weighting"}
         assert all("FullyShardedDataParallel" in text for text in rank["refused"].values())
+
+
+def test_weighted_gradients_of_a_compiled_model(tmp_path):
+    """FSDP2 itself breaks the graph, so a full one cannot be had."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3, magnitude="sphere"), nn.ReLU())
+
+    x, expected = torch.randn(2, 3, 6, 6), model()
+    dcnet.weight_gradients_(expected)
+    expected(x).sum().backward()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        net = fully_shard(model(), mesh=init_device_mesh("cpu", (1,)))
+        dcnet.weight_gradients_(net)
+        torch.compile(net, backend="aot_eager")(x).sum().backward()
+        torch.testing.assert_close(whole(net[0].weight.grad), expected[0].weight.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_copies_and_files_have_standard_gradients(tmp_path):

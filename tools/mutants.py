@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "patch norm: stride ignored between dilated taps",
         "ops/norms.py",
-        "slice(j * apart, j * apart + span, step)",
-        "slice(j * apart, j * apart + positions)",
+        "slice(j * apart, end, step)",
+        "slice(j * apart, end)",
         "test_operators.py",
     ),
     Mutant(
@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "patch norm: dilation ignored",
         "ops/norms.py",
-        "slice(j * apart, j * apart + span, step)",
-        "slice(j, j + span, step)",
+        "slice(j * apart, end, step)",
+        "slice(j, (j + 1 - size) or None, step)",
         "test_operators.py",
     ),
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         "first batch averaged",
         "ops/mean_norm.py",
-        "torch.where(num_batches_tracked == 1, share, momentum)",
+        "torch.where(seen == 1, share, momentum)",
         "share * 0 + momentum",
         "test_layers.py",
     ),
@@ -173,10 +173,38 @@ MUTANTS = [
     Mutant(
         "weighted gradients: eps forgotten",
         "layers/optimisation.py",
-        "kernel_norm(self.layer.weight.detach(), self.layer.eps)",
-        "kernel_norm(self.layer.weight.detach(), 0.0)",
+        "root(squares, self.eps)",
+        "root(squares, 0.0)",
         "test_optimisation.py",
     ),
+    Mutant(
+        "weighted gradients: only those of the parts of FSDP2",
+        "layers/decoupled.py",
+        "self.weighted_gradient.of(self.weight)",
+        "pass",
+        "test_fsdp.py",
+    ),
+    Mutant("projection: lost in whole kernels of FSDP2", "layers/sharding.py", "        module.reshard()", "        pass", "test_fsdp.py"),
+    Mutant("penalty: of the parts of FSDP2", "layers/sharding.py", "if is_sharded(weight):", "if False:", "test_fsdp.py"),
+    Mutant(
+        "a mean that is not finite enters the average",
+        "ops/mean_norm.py",
+        "torch.where(finite, mean",
+        "torch.where(finite | True, mean",
+        "test_layers.py",
+    ),
+    Mutant("a mean that is not finite is counted", "ops/mean_norm.py", "add_(finite.all())", "add_(1)", "test_layers.py"),
+    Mutant("the kernels' average takes what is not finite", "ops/fused/statistics.py", "value - value == 0.0", "value == value", "test_layers.py"),
+    Mutant("jit: functions of ours recorded", "ops/norms.py", "and torch._C._is_tracing()", "and False", "test_ecosystem.py"),
+    Mutant(
+        "conversion: the fast path of transformers",
+        "layers/other_code.py",
+        "activation_relu_or_gelu = 0",
+        "activation_relu_or_gelu = 1",
+        "test_convert.py",
+    ),
+    Mutant("conversion: half a model after an error", "layers/convert.py", "            module.__class__ = kind\n", "", "test_convert.py"),
+    Mutant("conversion: new parameters decay", "layers/optimizers.py", '{"weight_decay": 0.0} if', "{} if", "test_convert.py"),
     Mutant("penalty: groups mixed", "layers/optimisation.py", "(layer._kernels_and_groups()[1], -1)", "(1, -1)", "test_optimisation.py"),
     Mutant("separate: α twice", "ops/operator.py", 'return (("alpha", 1.0),) if', "return () if", "test_extremes.py"),
     Mutant(
@@ -289,6 +317,20 @@ MUTANTS = [
         "robustness/gradient_attacks.py",
         "images + sign * eps * gradient.sign()",
         "images - sign * eps * gradient.sign()",
+        "test_robustness.py",
+    ),
+    Mutant(
+        "robustness: a gap of logits for a distance",
+        "robustness/deepfool.py",
+        "differences.abs() / largest / dual",
+        "(differences.abs() + _BEYOND) / largest / dual",
+        "test_robustness.py",
+    ),
+    Mutant(
+        "robustness: NaN is an answer",
+        "robustness/checks.py",
+        "    finite = values.flatten(1).isfinite().all(1)",
+        "    finite = values.flatten(1).isfinite().all(1) | True",
         "test_robustness.py",
     ),
     Mutant(

@@ -71,7 +71,10 @@ def asin(c: Value) -> Value:
     if isinstance(c, int | float):
         return math.asin(c)
     exact = torch.asin(c)
-    if not isinstance(c, Tensor) or not (c.requires_grad and torch.is_grad_enabled()):  # what is being recorded is not differentiated
+    if not isinstance(c, Tensor):  # what is being recorded is not differentiated
+        return exact
+    traced = not torch.compiler.is_compiling() and torch._C._is_tracing()  # by torch.jit, with or without gradients: they may be wanted later
+    if not traced and not (c.requires_grad and torch.is_grad_enabled()):
         return exact
     # asin up to the cap, its tangent beyond: the gradient wanted, out of ordinary operations; then the value put right
     inner = c.clamp(-_ASIN_LINEAR_FROM, _ASIN_LINEAR_FROM)

@@ -21,6 +21,8 @@ from dcnet.layers.optimisation import (
     project_weights_,
     weight_gradients_,
 )
+from dcnet.layers.record import conversion_of
+from dcnet.layers.restore import from_pretrained, restore_conversion_
 from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norms_
 
 __all__ = [
@@ -38,8 +40,10 @@ __all__ = [
     "LazyDecoupledConv3d",
     "WeightProjection",
     "average_statistics_",
+    "conversion_of",
     "decouple_",
     "decoupled_layers",
+    "from_pretrained",
     "hooked",
     "orthogonal_penalty",
     "orthonormal_penalty",
@@ -47,6 +51,7 @@ __all__ = [
     "project_kernels_",
     "project_weights_",
     "recalibrate_",
+    "restore_conversion_",
     "sync_norms_",
     "takes_carry",
     "weight_gradients_",

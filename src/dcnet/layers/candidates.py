@@ -18,23 +18,23 @@ TWINS: dict[type[nn.Module], type[Decoupled]] = {
 }
 CONVERTIBLE: tuple[type[nn.Module], ...] = tuple(TWINS)
 
-# What a subclass may override without computing anything else than the plain layer
+# A subclass that overrides none of these computes what the plain layer does
 _ARITHMETIC = ("forward", "_conv_forward", "__call__", "__getattr__", "weight", "bias")
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of PyTorch that a layer is, or is derived from."""
+    """Return the class of PyTorch that a layer is, or is derived from."""
     return next(plain for plain in TWINS if isinstance(module, plain))
 
 
 def what_it_overrides(kind: type[nn.Module]) -> str:
-    """What of its arithmetic a subclass has overridden, such as "forward"; nothing if it computes what the plain layer does."""
+    """Name what of its arithmetic a subclass has overridden, such as "forward"; nothing if it computes what the plain layer does."""
     plain = next(plain for plain in TWINS if issubclass(kind, plain))
     return " and ".join(name for name in _ARITHMETIC if getattr(kind, name, None) is not getattr(plain, name, None))
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises where something takes care of the gradients of the parameters there are now: new ones would differ between ranks."""
+    """Raise where something takes care of the gradients of the parameters there are now: new ones would differ between ranks."""
     wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     wrapped += modules_of_fsdp(model, "FSDPModule") + modules_of_fsdp(model, "FullyShardedDataParallel")
     if not wrapped and any(is_sharded(p) for p in model.parameters()):
@@ -45,7 +45,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def reason_to_leave(name: str, module: nn.Module, parent: nn.Module | None, types: tuple[type[nn.Module], ...], where: Where | None) -> str:
-    """Why a layer is not to be converted, or nothing; raises where it was asked for by its class and cannot be."""
+    """Say why a layer is not to be converted, or nothing; raise where it was asked for by its class and cannot be."""
     kind, plain = type(module), plain_class(module)
     if isinstance(module, Decoupled):
         return "decoupled already"

@@ -14,6 +14,7 @@ from dcnet.layers.decoupled import Decoupled, Spec, check_options
 from dcnet.layers.optimisation import Where
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
+from dcnet.layers.record import record_
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -48,7 +49,7 @@ def decouple_(
     optimizer: torch.optim.Optimizer | None = None,
     **layer_options: Any,
 ) -> DecoupleReport:
-    """A report of the layers converted and left; `model` itself is changed, its weights and biases are kept.
+    """Convert layers of `model` in place, keep their weights and biases, and return a report of those converted and left.
 
     where: `where(name, module)` says which candidates to convert; all of them without it.
     types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. A subclass with
@@ -57,6 +58,7 @@ def decouple_(
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
     A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
+    The configuration of a model of transformers gets a record of it, which `from_pretrained` reads.
     """
     if isinstance(types, type):
         types = (types,)
@@ -91,11 +93,12 @@ def decouple_(
     report.notes += use_layers_(model, chosen)
     report.notes += refuse_fusion_(model, chosen)
     _tell_optimizer(report, chosen, groups)
+    record_(model)
     return report
 
 
 def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
-    """Converts them all, or, if one fails, none."""
+    """Convert them all, or, if one fails, none."""
     before = {}
     try:
         for module in chosen.values():
@@ -118,7 +121,7 @@ def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _warn_of_what_is_dropped(chosen: dict[str, nn.Module]) -> list[str]:
-    """Notes on the layers whose own arithmetic is about to go; a warning too, since a report need not be looked at."""
+    """Return notes on the layers whose own arithmetic is about to go, and warn: a report need not be looked at."""
     dropped = {name: what for name, module in chosen.items() if (what := what_it_overrides(type(module)))}
     notes = [f"{_shown(name)}: the {what} of {type(chosen[name]).__name__} is dropped" for name, what in dropped.items()]
     if notes:

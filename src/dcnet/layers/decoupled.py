@@ -129,10 +129,11 @@ class Decoupled(nn.Module):
         running_norm, raw_radius = self.running_norm, self.raw_radius  # each costs a call
         if running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
-            if self.training and (recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())):
+            has_mean = recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())
+            if self.training and has_mean:
                 mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
-                mean_norm = running_norm.clone() if torch.is_grad_enabled() else running_norm
+                mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
         operator = self.operator
         return decouple(
             x,
@@ -149,7 +150,7 @@ class Decoupled(nn.Module):
         )
 
     def _as_leaf(self, x: Proxy) -> Any:
-        """What `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
+        """Return what `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
         name = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
         if not name:
             raise TypeError("torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace nn.Sequential(layer)")

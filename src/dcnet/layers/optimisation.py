@@ -155,7 +155,7 @@ class _WeightedGradient:
         self._handles: list[Any] = []
 
     def of(self, kernel: Tensor) -> None:
-        """Weights the gradient of these kernels from now on, once."""
+        """Weight the gradient of these kernels from now on, once."""
         if torch.compiler.is_compiling():
             if self.sharded:  # torch.compile leaves this layer to eager mode then, or, asked for a full graph, shows the error
                 raise RuntimeError("weight_gradients_ under FSDP2 cannot be compiled: kernels come and go, and hooks with them")
@@ -164,7 +164,7 @@ class _WeightedGradient:
             self._handles.append(kernel.register_hook(_TimesNorm(kernel, self.eps)))
 
     def remove(self) -> None:
-        """Lets all of them be."""
+        """Leave the gradients of all of them alone."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -9,13 +9,13 @@ from dcnet.layers.decoupled import Decoupled
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raises unless parameters can be added to this, or it is None."""
+    """Raise unless parameters can be added to this, or it is None."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
 def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Module]) -> "Groups | None":
-    """The groups of the optimizer that hold the parameters of these layers; raises where there is none, or a schedule already."""
+    """Return the groups of the optimizer that hold the parameters of these layers; raise where there is none, or a schedule already."""
     if optimizer is None:
         return None
     owner = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -39,7 +39,7 @@ class Groups:
         return layer in self._of
 
     def add(self, new: dict[nn.Module, list[nn.Parameter]]) -> None:
-        """Adds the new parameters of layers in groups without weight decay, otherwise like those the layers are in."""
+        """Add the new parameters of layers in groups without weight decay, otherwise like those the layers are in."""
         for group in list(self._optimizer.param_groups):
             added = [p for layer, parameters in new.items() if self._of.get(layer) is group for p in parameters]
             if added:
@@ -48,5 +48,5 @@ class Groups:
                 self._optimizer.add_param_group(like | decay | {"params": added})
 
     def decays(self, layer: nn.Module) -> bool:
-        """Whether the kernels of a layer are subject to weight decay although their length means nothing."""
+        """Tell whether the kernels of a layer are subject to weight decay although their length means nothing."""
         return isinstance(layer, Decoupled) and layer.weighting is None and bool(self._of.get(layer, {}).get("weight_decay"))

@@ -5,12 +5,14 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from dcnet.layers.decoupled import Decoupled
+
 # What timm's `reparameterize_model` and other tools call, without arguments, to have a block merge its convolutions and BatchNorms
 _MERGING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """Notes on the transformer layers that now call their linear layers in evaluation too, instead of PyTorch's fast path."""
+    """Make transformer layers call their converted linear layers in evaluation too, past PyTorch's fast path; return notes on that."""
     converted, slow = set(layers.values()), 0
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and converted & set(module.children()):
@@ -37,8 +39,8 @@ class Refusal:
 
 
 def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """Notes on the methods that merge kernels in modules around these layers; they raise from now on."""
-    names = {layer: name for name, layer in layers.items()}
+    """Make the methods raise that merge kernels in modules around these layers; return notes on that."""
+    names = {layer: name for name, layer in layers.items() if not _is_plain(layer)}
     notes = []
     for name, module in model.named_modules():
         inside = [names[child] for child in module.modules() if child in names and child is not module]
@@ -49,8 +51,13 @@ def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
     return notes
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Tell whether a layer computes what the plain one does: then its kernels may be merged."""
+    return isinstance(layer, Decoupled) and layer.operator.is_inner_product and layer.weighting is not None
+
+
 def _takes_nothing(method: Any) -> bool:
-    """Whether this is a method that can be called without arguments; one that fuses features needs them."""
+    """Tell whether this is a method that can be called without arguments; one that fuses features needs them."""
     if not ismethod(method):
         return False
     return all(p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature(method).parameters.values())

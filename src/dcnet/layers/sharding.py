@@ -9,12 +9,12 @@ from dcnet.layers.decoupled import Decoupled
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor, of which each rank may hold a part; told by its method, since the import takes long."""
+    """Tell whether a tensor is a DTensor, of which each rank may hold a part: by its method, since the import takes long."""
     return hasattr(tensor, "full_tensor")
 
 
 def check_shape(name: str, layer: Decoupled) -> None:
-    """Raises where FSDP1 has flattened the kernels of a layer and left a rank's part of them."""
+    """Raise where FSDP1 has flattened the kernels of a layer and left a rank's part of them."""
     weight, kernels = layer.weight, layer._kernels_and_groups()[0]
     if weight.dim() < 2 or weight.shape[0] != kernels:
         raise ValueError(
@@ -25,7 +25,7 @@ def check_shape(name: str, layer: Decoupled) -> None:
 
 
 def whole_kernels(name: str, layer: Decoupled) -> Tensor:
-    """The kernels of a layer with every rank's part, with gradient; call it on all ranks.
+    """Return the kernels of a layer with every rank's part, with gradient; call it on all ranks.
 
     The gradient that comes back is taken to be the same on every rank, as that of a penalty is.
     """
@@ -37,7 +37,7 @@ def whole_kernels(name: str, layer: Decoupled) -> Tensor:
 
 
 def modules_of_fsdp(model: nn.Module, kind: str) -> list[Any]:
-    """The parts of a model that FSDP takes care of. kind: "FSDPModule" (FSDP2) or "FullyShardedDataParallel" (FSDP1)."""
+    """Return the parts of a model that FSDP takes care of. kind: "FSDPModule" (FSDP2) or "FullyShardedDataParallel" (FSDP1)."""
     found = getattr(sys.modules.get("torch.distributed.fsdp"), kind, None)  # not imported: nothing can be sharded
     return [] if found is None else [module for module in model.modules() if isinstance(module, found)]
 

@@ -23,7 +23,7 @@ Handle = Callable[[list[Any], list[Any]], int]
 
 
 def fvcore_handles() -> dict[str, Handle | None]:
-    """What `fvcore.nn.FlopCountAnalysis` needs to count the norms, angles and magnitudes of decoupled layers too.
+    """Return what `fvcore.nn.FlopCountAnalysis` needs to count the norms, angles and magnitudes of decoupled layers too.
 
     `FlopCountAnalysis(model, x).set_op_handle(**dcnet.fvcore_handles()).total()`: the plain network's count plus that of the epilogues. Without
     them fvcore counts the convolutions, and says what it left out.
@@ -42,7 +42,7 @@ def _inputs(inputs: list[Any], outputs: list[Any]) -> int:
 
 
 def _numbers(value: Any) -> int:
-    """The size of a traced tensor of floating-point numbers; others are sizes themselves, or places."""
+    """Return the size of a traced tensor of floating-point numbers; others are sizes themselves, or places."""
     if not value.isCompleteTensor() or value.type().scalarType() not in ("Float", "Double", "Half", "BFloat16"):
         return 0
     return math.prod(value.type().sizes())

@@ -214,7 +214,7 @@ def decouple(
 
 
 def _check_sizes(x: Tensor, flat: Tensor, weight: Tensor, where: Geometry) -> None:
-    """Raises where the input, or the groups, do not fit the kernels."""
+    """Raise where the input, or the groups, do not fit the kernels."""
     expected = weight.shape[1] * where.groups
     if flat.shape[1] != expected:
         what = "features" if where.dims == 0 else "channels"

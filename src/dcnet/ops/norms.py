@@ -20,7 +20,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def recorded_by_jit() -> bool:
-    """Whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
+    """Tell whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
@@ -134,11 +134,10 @@ class _BoxSum(torch.autograd.Function):
 
 def _sum_of_slices(maps: Tensor, kernel_size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
     for i, (size, step, apart) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
-        dim = maps.dim() - len(kernel_size) + i
-        positions = (maps.shape[dim] - apart * (size - 1) - 1) // step + 1
-        span = step * (positions - 1) + 1
-        lead = (slice(None),) * dim
-        maps = reduce(torch.add, [maps[*lead, slice(j * apart, j * apart + span, step)] for j in range(size)])
+        lead = (slice(None),) * (maps.dim() - len(kernel_size) + i)
+        # ends counted from the end: what is recorded then holds for maps of any size
+        ends = [(j + 1 - size) * apart or None for j in range(size)]
+        maps = reduce(torch.add, [maps[*lead, slice(j * apart, end, step)] for j, end in enumerate(ends)])
     return maps
 
 

@@ -35,7 +35,7 @@ def check_evaluating(model: nn.Module) -> None:
 
 
 def check_finite(model: nn.Module, values: Tensor, where: str, what: str = "logits") -> Tensor:
-    """The values (N, …) of a model; raises where one is NaN or infinite: argmax would take it for an answer, and an attack for a success.
+    """Return the values (N, …) of a model; raise where one is NaN or infinite, which argmax would take for an answer.
 
     where: the images they belong to, in words. what: what they are.
     """

@@ -48,7 +48,7 @@ def slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple
 
 
 def finite_slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """As `slope`; raises where either is not finite. It waits for the device, which training does not."""
+    """Return what `slope` does; raise where either is not finite. It waits for the device, which training does not."""
     gradient, logits = slope(model, images, labels, loss)
     check_finite(model, logits, "under attack")
     check_finite(model, gradient, "under attack", "gradients in the images")

@@ -1,0 +1,57 @@
+"""A model built anew, converted as another one was, before its weights are loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dcnet.layers.candidates import CONVERTIBLE
+from dcnet.layers.convert import decouple_
+from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.optimisation import Where
+
+
+def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+    """Convert the layers that `conversion_of` has named, and return the model; load the weights afterwards."""
+    modules = dict(model.named_modules())
+    for name in conversion:
+        module = modules.get(name)
+        if not isinstance(module, CONVERTIBLE) or isinstance(module, Decoupled):
+            found = "there is none of that name" if module is None else f"that is a {type(module).__name__}"
+            raise ValueError(f"cannot convert layer {name!r} as recorded: {found}. Is this the model the record was made of, built anew?")
+    alike: dict[tuple[Any, ...], set[str]] = {}
+    for name, options in conversion.items():
+        alike.setdefault(tuple(sorted(options.items(), key=lambda item: item[0])), set()).add(name)
+    for chosen, names in alike.items():
+        kinds = tuple({type(modules[name]) for name in names})
+        report = decouple_(model, where=_among(names), types=kinds, **dict(chosen))
+        left = names - set(report.converted)
+        if left:
+            raise ValueError(f"layer {min(left)!r} was not converted as recorded: {report.skipped[min(left)]}")
+    return model
+
+
+def _among(names: set[str]) -> Where:
+    return lambda name, module: name in names
+
+
+def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: Any) -> Any:
+    """Return what `kind.from_pretrained(source, …)` of transformers gives, converted as it was when it was saved, weights and all.
+
+    kind: the class of the model itself, such as `ResNetForImageClassification`. By itself it would build the plain network.
+    """
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise TypeError(f"kind must be the class of a model, which is an nn.Module, got {kind!r}")
+
+    class Converted(kind):
+        def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(config, *arguments, **options)
+            conversion = getattr(config, "dcnet", None)
+            if not conversion:
+                raise ValueError(f"{source!r} has no conversion in its configuration; use {kind.__name__}.from_pretrained")
+            restore_conversion_(self, conversion)
+
+    Converted.__name__, Converted.__qualname__ = kind.__name__, kind.__qualname__
+    model = Converted.from_pretrained(source, *arguments, **options)
+    model.__class__ = kind  # the model itself: nothing about it is ours but its layers
+    return model
