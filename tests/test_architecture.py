@@ -23,7 +23,7 @@ ALLOWED = {
     "inspection": {"ops", "layers", "models", "data", "robustness", "training"},
     "figures": {"formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"formulas", "ops", "layers"},
-    "report": {"version", "training", "inspection", "figures"},
+    "report": {"version", "training", "inspection", "figures", "robustness"},
     "robustness": {"formulas"},
     "bench": {"circumstances", "formulas", "ops", "layers", "models"},
     "cli": {

@@ -164,7 +164,7 @@ def test_a_run_that_lacks_it_is_named(runs):
     try:
         for name, says in (
             ("deepfool", "no DeepFool in the norm l2 was run on plain;"),
-            ("curves", "no check-up was made of plain;"),
+            ("curves", "no check-up was made of plain at ε · 255 = 25.5; run: dcnet attack RUN --eps 25.5/255"),
             ("radius", "plain"),
         ):
             with pytest.raises(ValueError, match=says):

@@ -13,8 +13,11 @@ from dcnet.circumstances import circumstances
 from dcnet.cli.own_formulas import Formulas, register
 from dcnet.cli.training import DataRoot, Device, Download, fail
 from dcnet.data import Resident
-from dcnet.robustness import ATTACKS, check_up, evaluate
-from dcnet.robustness.evaluate import parse_attack, parse_number
+from dcnet.formulas import parse_number
+from dcnet.robustness import ATTACKS, check_up, evaluate, parse_attack
+from dcnet.robustness.checks import check_eps
+from dcnet.robustness.evaluate import shared_norm
+from dcnet.robustness.records import conditions, in_words, replaced
 from dcnet.training import Run, joined, open_data
 from dcnet.training.progress import showing
 from dcnet.training.settings import tf32
@@ -37,14 +40,24 @@ def attack(
     download: Download = False,
     device: Device = None,
     formulas: Formulas = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the place of records of the same attack, ε, images, labels and source.")] = False,
+    records: Annotated[bool, typer.Option("--records", help="Only list what was recorded, with numbers.")] = False,
+    forget: Annotated[str | None, typer.Option(help="Only remove records: their numbers, as in 1,3, or all.")] = None,
 ) -> None:
     """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
+    if records or forget is not None:
+        _edit(run, forget)
+        return
     try:
         register(formulas)
         number = parse_eps(eps)
-        for part in attacks.split(","):
-            parse_attack(part)
+        norm = shared_norm([parse_attack(part) for part in attacks.split(",")])
+        check_eps(number, norm)
+        if check and number > 1.0:
+            raise ValueError(f"eps={number:g}: the check-up is for ℓ∞, where ε is at most 1; do without it: --no-check")
         found = Run(run)
+        earlier = found.attacks  # a damaged file is better found now
+        found.check_writable()
         with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
             data = open_data(found.recipe, ranks, data_root, download)
             if not isinstance(data, Resident):
@@ -58,11 +71,50 @@ def attack(
             if check:
                 result["check-up"] = check_up(model, images[:check_images], labels[:check_images], number, seed=seed)
         result |= {"from": None if source is None else str(source), "bf16": bf16, **circumstances(ranks.device)}
-    except (ValueError, FileNotFoundError, ImportError) as error:
+        _show(run, result)  # first, so that it is seen where it cannot be written
+        path = found.write_attacks(replaced(found.attacks, result)) if replace else found.add_attack(result)
+    except (ValueError, OSError, ImportError) as error:
         fail(error)
-    path = found.add_attack(result)
-    _show(run, result)
-    Console().print(f"added to {path}", highlight=False)
+    console = Console(soft_wrap=True)
+    console.print(f"added to {path}", highlight=False, markup=False)
+    if not replace and _again(earlier, result):
+        console.print("An earlier record has the same set-up; both are kept. --replace keeps the new one only, --records lists all.", highlight=False)
+
+
+def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
+    """Whether one of the attacks was recorded before under the same conditions."""
+    names = {entry["attack"] for entry in new["attacks"]}
+    return any(conditions(record) == conditions(new) and names & {entry["attack"] for entry in record["attacks"]} for record in records)
+
+
+def _edit(run: Path, forget: str | None) -> None:
+    """Remove the records that are named, if any, and list those that are left."""
+    console = Console(soft_wrap=True)
+    try:
+        found = Run(run)
+        kept = found.attacks
+        if forget is not None:
+            gone = _numbers(forget, len(kept))
+            kept = [record for number, record in enumerate(kept, 1) if number not in gone]
+            path = found.write_attacks(kept)
+            console.print(f"{len(gone)} {'record' if len(gone) == 1 else 'records'} removed from {path}", highlight=False, markup=False)
+    except (ValueError, OSError) as error:
+        fail(error)
+    for number, record in enumerate(kept, 1):
+        console.print(f"{number}: {in_words(record)}", highlight=False, markup=False)
+    if not kept:
+        console.print(f"{run} has no records of attacks", highlight=False, markup=False)
+
+
+def _numbers(text: str, count: int) -> set[int]:
+    """The numbers of the records that are named."""
+    if text == "all":
+        return set(range(1, count + 1))
+    named = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
+    if not named <= set(range(1, count + 1)):
+        possible = "there are none" if count == 0 else "possible: 1, all" if count == 1 else f"possible: 1 to {count} with commas between them, all"
+        raise ValueError(f"--forget {text}: no such record; {possible} (--records lists them)")
+    return named
 
 
 def parse_eps(text: str) -> float:

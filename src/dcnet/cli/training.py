@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from dcnet.cli.own_formulas import Formulas, register
 from dcnet.data import FOLDER
+from dcnet.formulas import parse_number
 from dcnet.inspection import inspect_run
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, autocast_of, change, joined, make_recipe, open_data, read_recipe, settings
 from dcnet.training import evaluate as evaluate_model
@@ -35,9 +36,9 @@ def _kinds(name: str) -> tuple[Any, ...]:
 
 
 def _flag(name: str) -> Any:
-    """The type of a field's flag: text where None or a list of numbers can be written."""
+    """The type of a field's flag: text where None, a fraction or a list of numbers can be written."""
     kinds = _kinds(name)
-    if types.NoneType in kinds or typing.get_origin(kinds[0]) is tuple:
+    if types.NoneType in kinds or float in kinds or typing.get_origin(kinds[0]) is tuple:
         return str | None
     return kinds[0] | None
 
@@ -50,8 +51,8 @@ def _value(name: str, given: Any) -> Any:
     try:
         if typing.get_origin(kinds[0]) is tuple:
             given = "" if given == "none" else given
-            return tuple(float(part) for part in given.split(",") if part)
-        return kinds[0](given)
+            return tuple(parse_number(part) for part in given.split(",") if part)
+        return parse_number(given) if kinds[0] is float else kinds[0](given)
     except ValueError:
         raise typer.BadParameter(f"{given!r} is not {getattr(kinds[0], '__name__', '')}", param_hint=f"--{name.replace('_', '-')}") from None
 

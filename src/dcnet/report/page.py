@@ -24,6 +24,7 @@ from dcnet.figures.style import room_below
 from dcnet.inspection.examples import STEPS
 from dcnet.report.contents import Shown, differing_fields, gather
 from dcnet.report.pictures import png, svg
+from dcnet.robustness.records import check_ups_of, common_eps
 from dcnet.training.checkpoint import write_atomically
 from dcnet.version import __version__
 
@@ -54,6 +55,7 @@ def render(shown: Sequence[Shown]) -> str:
         version=__version__,
         style=(here / "style.css").read_text(),
         runs=shown,
+        eps=common_eps(one.records for one in shown),
         steps=STEPS,
         open=len(shown) <= _OPEN,
         differing=differing_fields(shown),
@@ -87,10 +89,11 @@ def _overview(shown: Sequence[Shown]) -> list[str]:
 
 def _robustness(shown: Sequence[Shown]) -> list[str]:
     """Accuracy against ε and steps, and sizes of perturbations, of the runs that have them."""
-    checked = {one.title: one.run.attacks for one in shown if one.verdict is not None}
+    records = {one.title: one.records for one in shown}
+    checked = {name: records[name] for name in check_ups_of(records)[1]}
     panels = [("accuracy by ε", partial(draw_eps, runs=checked), checked), ("accuracy by steps", partial(draw_steps, runs=checked), checked)]
     for norm in ("l2", "linf"):
-        fooled = {one.title: one.run.attacks for one in shown if deepfool_sizes(one.run.attacks, norm) is not None}
+        fooled = {name: mine for name, mine in records.items() if deepfool_sizes(mine, norm) is not None}
         panels.append((f"DeepFool's perturbations, {norm}", partial(draw_deepfool, runs=fooled, norm=norm), fooled))
     return [svg(draw, name, 4.6, 3.6, below=room_below(len(runs))) for name, draw, runs in panels if runs]
 
