@@ -20,7 +20,7 @@ images = test.images / 255.0
 folder = Path("runs/demo")
 
 table = Table(title="Handwritten digits: cnn9_narrow with BatchNorm")
-for column in ("network", "accuracy", "under FGSM", "under PGD", "parameters", "seconds"):
+for column in ("network", "accuracy", "FGSM", "PGD", "parameters", "seconds"):
     table.add_column(column, no_wrap=True)
 runs = []
 for name, operator in OPERATORS.items():
@@ -43,7 +43,8 @@ console.print(table)
 report = write_report(runs, folder / "report")
 console.print(f"Run folders: {', '.join(str(run) for run in runs)}", highlight=False)
 console.print(
-    f"Attacks on all {len(images)} test images, every pixel changed by up to {EPS}; the report has a check-up and examples.", highlight=False
+    f"FGSM and PGD: accuracy under attack, on all {len(images)} test images, every pixel changed by up to {EPS}; the report has a check-up and examples.",
+    highlight=False,
 )
 console.print(f"A report with curves, kernels, angles, attacks and whether to believe them: {report}", highlight=False)
 console.print("A trained network again: dcnet evaluate runs/demo/tanhconv; in Python: dcnet.load('runs/demo/tanhconv')", highlight=False)

@@ -211,3 +211,15 @@ def test_names_tell_runs_apart(tmp_path, runs):
     found = [dcnet.training.Run(tmp_path / where) for where in ("a/same", "b/same")]
     assert figures.titles_of(found) == ["a/same", "b/same"]
     assert figures.titles_of(found[:1]) == ["same"]
+
+
+def test_files_for_print(tmp_path):
+    """The same figure gives the same bytes; png has 200 dots an inch unless asked otherwise."""
+    for ending in ("svg", "pdf", "png"):
+        first, second = (tmp_path / f"{number}.{ending}" for number in (1, 2))
+        for path in (first, second):
+            assert CliRunner().invoke(app, ["figure", "functions", "-o", str(path)]).exit_code == 0
+        assert first.read_bytes() == second.read_bytes()
+    assert b"<dc:date>" not in (tmp_path / "1.svg").read_bytes()
+    header = (tmp_path / "1.png").read_bytes()
+    assert int.from_bytes(header[16:20], "big") == 10 * 200  # ten inches

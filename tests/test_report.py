@@ -121,13 +121,13 @@ def test_a_folder_that_cannot_be_written_to(runs, tmp_path):
     assert "kernels of stages.0" in write_report([folder], tmp_path / "out").read_text()
 
 
-def attacked(folder, run, *results):
+def attacked(folder, run, *results, attack="pgd"):
     """A copy of the run, with these records of attacks: accuracy, ε · 255, images, and changes of the check-up or None for none."""
     shutil.copytree(run.folder, folder)
     check_up = run.attacks[0]["check-up"]
     records = []
     for accuracy, eps, images, changes in results:
-        entry = {"attack": "pgd", "attacked": images, "accuracy": accuracy, "seconds": 1.0}
+        entry = {"attack": attack, "attacked": images, "accuracy": accuracy, "seconds": 1.0}
         record = {"attacks": [entry], "eps": eps / 255, "labels": "true", "transfer": False, "images": images, "clean": 90.0}
         records.append(record if changes is None else {**record, "check-up": {**check_up, "eps": eps / 255, **changes}})
     (folder / "attacks.json").write_text(json.dumps(records))
@@ -148,11 +148,11 @@ def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
     table = re.search(r'<table class="results">.*?</table>', text, re.DOTALL)[0]
     rows = [" ".join(re.sub(r"<[^>]*>", " ", row).split()) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
     assert "under attack ε·255 = 8" in rows[0]
-    assert "30.00% pgd, 1,000 images" in rows[1]
+    assert "30.00% 1,000 images, pgd" in rows[1]
     assert "believed" not in rows[1]
-    assert "✗ 40.00% pgd, 1,000 images not to be believed: the check-up fails (black box)" in rows[2]
+    assert "✗ 40.00% 1,000 images, pgd not to be believed: the check-up fails (black box)" in rows[2]
     assert "– only at ε·255 = 16" in rows[3]
-    assert "✗ 60.00% pgd, 1,000 images not to be believed: stronger attacks leave 30.0% of the 200 images of the check-up" in rows[4]
+    assert "✗ 60.00% 1,000 images, pgd not to be believed: stronger attacks leave 30.0% of the 200 images of the check-up" in rows[4]
     robustness = re.search(r'id="robustness".*?</table>', text, re.DOTALL)[0]
     marked = re.findall(r'title="not to be believed: [^"]*">✗</a> ([\d.]+)%', robustness)
     assert marked == ["1.00", "99.00", "40.00", "60.00"]
@@ -170,7 +170,10 @@ def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_result_table_fits(runs, browser, tmp_path, width):
     """With long names and a figure in doubt: nothing to scroll; on a phone the columns that matter, the rest on demand."""
-    folders = [attacked(tmp_path / f"{name}-with-a-name-of-some-length", runs[1], (40.0, 8, 1000, MASKED)) for name in ("tanh", "ball", "seg")]
+    attack = "pgd:iterations=100:restarts=5:loss=margin"
+    folders = [
+        attacked(tmp_path / f"{name}-with-a-name-of-some-length", runs[1], (40.0, 8, 1000, MASKED), attack=attack) for name in ("tanh", "ball", "seg")
+    ]
     page = write_report(folders, tmp_path / "out")
     with watched(browser, page, viewport={"width": width, "height": 900}) as opened:
         table = opened.locator("table.results")

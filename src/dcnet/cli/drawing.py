@@ -1,7 +1,7 @@
 """`dcnet figure` and `dcnet report`: pictures of operators and of runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ def figure(
     name: Annotated[str, typer.Argument(help=f"Which figure: {', '.join(FIGURES)}.")],
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
-    dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 150,
+    dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 200,
     formulas: Formulas = None,
     data_root: DataRoot = Path("data"),
 ) -> None:
@@ -29,10 +29,19 @@ def figure(
         register(formulas)
         drawn = make_figure(name, runs or [], data_root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(path, dpi=dpi)
+        _save(drawn, path, dpi)
     except (ValueError, OSError) as error:
         fail(error)
     Console().print(f"{path} written")
+
+
+def _save(drawn: Any, path: Path, dpi: int) -> None:
+    """Write the figure; the same figure gives the same file, whatever the day."""
+    import matplotlib
+
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with matplotlib.rc_context({"svg.hashsalt": "dcnet"}):
+        drawn.savefig(path, dpi=dpi, metadata=dates.get(path.suffix.lower()))
 
 
 def report(

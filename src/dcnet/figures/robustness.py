@@ -45,7 +45,7 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
         fooled = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
         axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + fooled)
     axis.set(
-        xlabel="image, sorted",
+        xlabel="images classified right, sorted; a line ends with the last",
         ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'}, pixels in [0, 1])",
         title="DeepFool",
         ylim=(0.0, None),

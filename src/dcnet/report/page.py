@@ -50,7 +50,8 @@ def render(shown: Sequence[Shown]) -> str:
 
     here = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"value": _value, "number": _number}
+    filters: dict[str, Any] = {"value": _value, "number": _number, "breakable": _breakable}
+    environment.filters |= filters
     return environment.get_template("page.html.jinja").render(
         version=__version__,
         style=(here / "style.css").read_text(),
@@ -80,6 +81,13 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def _breakable(text: str) -> Any:
+    """An attack's name, which may go on in the next line after a colon."""
+    from markupsafe import Markup, escape
+
+    return Markup(":<wbr>").join(escape(part) for part in text.split(":"))
+
+
 def _overview(shown: Sequence[Shown]) -> list[str]:
     """The curves of all runs together."""
     runs = {one.title: one.metrics for one in shown if one.metrics}
@@ -105,7 +113,7 @@ def _pictures(one: Shown) -> list[str]:
     pictures = [svg(partial(draw_learned, metrics=one.metrics, parameter=name), f"{one.title}: learned {name}", margin=1.0) for name in learned]
     if inspected is not None:
         pictures.append(svg(partial(draw_angles, inspected=inspected, bar=False), f"{one.title}: angles"))
-        pictures.append(svg(partial(draw_norms, inspected=inspected, bar=False), f"{one.title}: norms"))
+        pictures.append(svg(partial(draw_norms, inspected=inspected, bar=False), f"{one.title}: norms", below=0.36))
         if "features" in inspected:
             pictures.append(svg(partial(draw_features, inspected=inspected, title="Features by class"), f"{one.title}: features", 4.2, 4.2))
     return pictures
