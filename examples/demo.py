@@ -42,9 +42,7 @@ for name, operator in OPERATORS.items():
 console.print(table)
 report = write_report(runs, folder / "report")
 console.print(f"Run folders: {', '.join(str(run) for run in runs)}", highlight=False)
-console.print(
-    f"FGSM and PGD: accuracy under attack, on all {len(images)} test images, every pixel changed by up to {EPS}; the report has a check-up and examples.",
-    highlight=False,
-)
+words = f"FGSM and PGD: accuracy under attack on all {len(images)} test images, every pixel changed by up to {EPS}"
+console.print(f"{words}; the report has a check-up and examples.", highlight=False)
 console.print(f"A report with curves, kernels, angles, attacks and whether to believe them: {report}", highlight=False)
 console.print("A trained network again: dcnet evaluate runs/demo/tanhconv; in Python: dcnet.load('runs/demo/tanhconv')", highlight=False)
