@@ -24,7 +24,7 @@ ALLOWED = {
     "inspection": {"util", "ops", "layers", "models", "data", "robustness", "training"},
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
-    "report": {"util", "version", "training", "inspection", "figures"},
+    "report": {"util", "version", "training", "inspection", "figures", "robustness"},
     "tables": {"util", "formulas", "training"},
     "robustness": {"formulas"},
     "bench": {"util", "circumstances", "formulas", "ops", "layers", "models"},

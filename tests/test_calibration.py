@@ -1,9 +1,13 @@
 """Evaluations in training: with running averages that fit the weights, and without a trace in what is trained."""
 
+import os
+import signal
+
 import pytest
 import torch
 
 import dcnet
+from dcnet.training import Interrupted, job
 from dcnet.training.checkpoint import load_checkpoint
 
 OPERATORS = {"plain": (None, "cosine"), "sphere": ("sphere", "cosine"), "tanh": ("tanh", "cosine"), "seg": ("seg", "square_cosine")}
@@ -72,6 +76,25 @@ def test_the_loaded_network_is_the_evaluated_one(tmp_path, options):
     with torch.no_grad():
         right = dcnet.load(run.folder)(test.images / 255.0).argmax(1) == test.labels
     assert 100.0 * float(right.float().mean()) == pytest.approx(run.accuracy)
+
+
+@pytest.mark.parametrize(("stop", "options"), [(40, {}), (44, {"evaluate_every": 0})], ids=["within an epoch", "after one without an evaluation"])
+def test_an_interrupted_network_can_be_used(tmp_path, monkeypatch, stop, options):
+    """Also where no evaluation came before the checkpoint."""
+    original = job.Job.train_step
+
+    def step(self, images, labels):
+        original(self, images, labels)
+        if self.step == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(job.Job, "train_step", step)
+    with pytest.raises(Interrupted, match=f"stopped at step {stop}"):
+        train(tmp_path / "run", "demo", **options)
+    test = dcnet.data.load_data("digits").test
+    with torch.no_grad():
+        right = dcnet.load(tmp_path / "run")(test.images / 255.0).argmax(1) == test.labels
+    assert float(right.float().mean()) > 0.75
 
 
 def test_more_batches_than_an_epoch_has(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 import dcnet
 from dcnet import figures
 from dcnet.figures import FIGURES
-from dcnet.figures.layers import FARTHEST, filter_sheet, kernel_cosines
+from dcnet.figures.layers import FARTHEST, filter_sheet, filters_figure, kernel_cosines
 from dcnet.figures.robustness import adversarial_figure
 from dcnet.inspection import adversarial_examples, inspect_run
 from dcnet.inspection.examples import encoded
@@ -99,7 +99,11 @@ def test_radii_lie_on_their_layer(axis):
     marks = {line.get_marker(): line.get_xydata().tolist() for line in axis.lines}
     assert marks["|"] == [[1.0, 1], [2.0, 2]]
     assert [row for _, row in marks[">"]] == [2]  # goes on beyond the axis
-    assert "beyond" in axis.get_title()
+    words = axis.get_xlabel()  # what the bars span, and what the arrow means
+    assert "bars: radii of the layer's kernels,\nleast | median | greatest; ▸ beyond 3" in words
+    axis.clear()
+    figures.draw_norms(axis, {"layers": [layer("a", norm=[3])]}, bar=False)
+    assert axis.get_xlabel() == "‖x‖ / E{‖x‖}"  # without radii there are no bars
 
 
 def test_learned_is_the_median_in_the_middle_half(axis):
@@ -132,14 +136,68 @@ def test_kernels_keep_their_sign():
 def test_check_ups_in_units_of_255(axis):
     check_up = {
         "clean": 90.0,
+        "eps": 8 / 255,
+        "images": 200,
         "curve": [{"eps": 8 / 255, "accuracy": 40.0}, {"eps": 1.0, "accuracy": 0.0}],
         "steps": [{"steps": 1, "accuracy": 60.0}, {"steps": 100, "accuracy": 39.0}],
     }
-    figures.draw_eps(axis, {"one": [{"check-up": {"curve": []}}, {"check-up": check_up}, {}]})
+    records = [record(check_up | {"curve": []}), record(check_up), record(None)]
+    figures.draw_eps(axis, {"one": records})
     assert np.allclose(axis.lines[0].get_xydata(), [[0.0, 90.0], [8.0, 40.0], [255.0, 0.0]])
+    assert axis.get_title() == "As ε grows: 200 images"
+    assert "a line ends where nothing is left" in axis.get_xlabel()
     axis.clear()
-    figures.draw_steps(axis, {"one": [{"check-up": check_up}]})
+    figures.draw_steps(axis, {"one": records, "two": [record(check_up | {"images": 50}), record(check_up | {"eps": 0.5, "steps": []})]})
     assert axis.lines[0].get_xydata().tolist() == [[1, 60.0], [100, 39.0]]
+    assert len(axis.lines[1].get_xydata()) == 2  # at the ε that both have
+    assert axis.get_title() == "As steps grow: ε · 255 = 8, 50 to 200 images"
+
+
+def record(check_up):
+    """A record of attacks with that check-up."""
+    found = {"attacks": [], "transfer": False, "labels": "true"}
+    return found if check_up is None else found | {"check-up": check_up}
+
+
+def test_no_curve_hides_another(axis):
+    """Where two coincide the one below is wider than the one on it, and seen through its gaps; a twin is called one."""
+    figures.draw_angulars(axis)
+    drawn = {line.get_label().split(" ")[0]: line for line in axis.lines}
+    for below, above in (("square_cosine", "power_cosine"), ("cosine", "relu_cosine")):
+        assert list(drawn).index(below) < list(drawn).index(above)
+        assert drawn[below].get_linewidth() > 2 * drawn[above].get_linewidth()
+        assert drawn[above].get_linestyle() != "-"
+    assert drawn["power_cosine"].get_label() == "power_cosine = square_cosine"
+
+
+@pytest.mark.parametrize(("count", "grid"), [(64, (8, 8)), (32, (4, 8)), (96, (8, 12)), (1, (1, 1)), (13, (2, 7))])
+def test_the_last_row_of_kernels_is_full(count, grid):
+    """Or, of a prime number, as full as can be."""
+    kernels = torch.ones(count, 3, 2, 2)
+    height, width, _ = filter_sheet({"filters": {"name": "a", "values": kernels.tolist()}}).shape
+    assert ((height - 1) // 3, (width - 1) // 3) == grid
+
+
+def test_titles_stay_within_the_figure():
+    """Those of kernels and their cosines do not run into each other."""
+    kernels = torch.randn(64, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    figure = filters_figure({"run": {"filters": {"name": "stages.0.conv", "values": kernels.tolist()}}})
+    figure.draw_without_rendering()
+    left, right = (axis.title.get_window_extent() for axis in figure.axes[:2])
+    assert left.x1 < right.x0
+    assert right.x0 > figure.axes[1].get_window_extent().x0 - 10
+    assert right.x1 < figure.bbox.x1
+
+
+def test_a_color_bar_can_be_read(axis):
+    """At most five short numbers in 9 points, and what they are above them."""
+    figures.draw_plane(axis, "seg", "square_cosine")
+    bar = axis.figure.axes[-1]
+    axis.figure.draw_without_rendering()
+    texts = [text for text in bar.get_yticklabels() if text.get_text()]
+    assert len(texts) == 5
+    assert all(len(text.get_text()) <= 4 and text.get_fontsize() >= 9 for text in texts)
+    assert (bar.get_title(), bar.get_ylabel()) == ("f", "")
 
 
 def example(**changes):
@@ -194,9 +252,11 @@ def test_eps_of_grey_images_and_of_a_callers_choice(tmp_path):
 def test_the_gallery_shows_every_figure():
     text = (DOCS / "figures.md").read_text()
     for name in FIGURES:
-        assert re.search(rf"dcnet figure {name}\b[^`]*-o docs/{name}\.png", text), name
-        assert f"]({name}.png)" in text
-        assert (DOCS / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        (ending,) = re.findall(rf"dcnet figure {name}\b[^`]*-o docs/{name}\.(svg|png)", text)
+        assert f"]({name}.{ending})" in text
+        start = (DOCS / f"{name}.{ending}").read_bytes()[:200]
+        assert start.startswith(b"\x89PNG") if ending == "png" else b"<!DOCTYPE svg" in start
+    assert {path.stem for path in DOCS.iterdir() if path.suffix in (".svg", ".png")} == set(FIGURES)
 
 
 def test_a_long_legend_stands_below(axis):

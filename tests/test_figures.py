@@ -164,7 +164,7 @@ def test_a_run_that_lacks_it_is_named(runs):
     try:
         for name, says in (
             ("deepfool", "no DeepFool in the norm l2 was run on plain;"),
-            ("curves", "no check-up was made of plain;"),
+            ("curves", "no check-up was made of plain at ε · 255 = 25.5; run: dcnet attack RUN --eps 25.5/255"),
             ("radius", "plain"),
         ):
             with pytest.raises(ValueError, match=says):
@@ -211,3 +211,15 @@ def test_names_tell_runs_apart(tmp_path, runs):
     found = [dcnet.training.Run(tmp_path / where) for where in ("a/same", "b/same")]
     assert figures.titles_of(found) == ["a/same", "b/same"]
     assert figures.titles_of(found[:1]) == ["same"]
+
+
+def test_files_for_print(tmp_path):
+    """The same figure gives the same bytes; png has 200 dots an inch unless asked otherwise."""
+    for ending in ("svg", "pdf", "png"):
+        first, second = (tmp_path / f"{number}.{ending}" for number in (1, 2))
+        for path in (first, second):
+            assert CliRunner().invoke(app, ["figure", "functions", "-o", str(path)]).exit_code == 0
+        assert first.read_bytes() == second.read_bytes()
+    assert b"<dc:date>" not in (tmp_path / "1.svg").read_bytes()
+    header = (tmp_path / "1.png").read_bytes()
+    assert int.from_bytes(header[16:20], "big") == 10 * 200  # ten inches

@@ -49,7 +49,7 @@ def test_epochs_take_the_place_of_steps():
     ("values", "message"),
     [
         ({"lr": -1.0}, r"lr=-1.0 must be > 0"),
-        ({"lr": "fast"}, r"lr='fast' must be float"),
+        ({"lr": "fast"}, r"lr='fast' is no number"),
         ({"batch": 0}, r"batch=0 must be ≥ 1"),
         ({"batch": 1.5}, r"batch=1.5 must be int"),
         ({"compile": 1}, r"compile=1 must be bool"),

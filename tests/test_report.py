@@ -15,7 +15,6 @@ import dcnet
 from dcnet.cli import app
 from dcnet.inspection import inspect_run
 from dcnet.report import write_report
-from dcnet.report.contents import Shown
 from dcnet.report.pictures import svg
 
 
@@ -122,16 +121,72 @@ def test_a_folder_that_cannot_be_written_to(runs, tmp_path):
     assert "kernels of stages.0" in write_report([folder], tmp_path / "out").read_text()
 
 
-def test_worst_is_of_one_eps_and_true_labels(runs, tmp_path):
-    folder = tmp_path / "attacked"
-    shutil.copytree(runs[1].folder, folder)
-    run = dcnet.training.Run(folder)
-    (folder / "attacks.json").unlink()
-    for accuracy, eps, labels, transfer in ((5.0, 0.3, "true", False), (40.0, 0.1, "true", False), (30.0, 0.1, "true", False)):
-        run.add_attack({"attacks": [{"attack": "pgd", "accuracy": accuracy}], "eps": eps, "labels": labels, "transfer": transfer, "images": 3})
-    run.add_attack({"attacks": [{"attack": "pgd", "accuracy": 1.0}], "eps": 0.1, "labels": "predicted", "transfer": False, "images": 3})
-    run.add_attack({"attacks": [{"attack": "pgd", "accuracy": 2.0}], "eps": 0.1, "labels": "true", "transfer": True, "images": 3})
-    assert Shown("attacked", run).worst == (30.0, 0.1)
+def attacked(folder, run, *results, attack="pgd"):
+    """A copy of the run, with these records of attacks: accuracy, ε · 255, images, and changes of the check-up or None for none."""
+    shutil.copytree(run.folder, folder)
+    check_up = run.attacks[0]["check-up"]
+    records = []
+    for accuracy, eps, images, changes in results:
+        entry = {"attack": attack, "attacked": images, "accuracy": accuracy, "seconds": 1.0}
+        record = {"attacks": [entry], "eps": eps / 255, "labels": "true", "transfer": False, "images": images, "clean": 90.0}
+        records.append(record if changes is None else {**record, "check-up": {**check_up, "eps": eps / 255, **changes}})
+    (folder / "attacks.json").write_text(json.dumps(records))
+    return folder
+
+
+BELIEVED = {"masked": False, "verdict": "to be believed", "images": 200, "pgd": 30.0, "pgd, stronger": 30.0, "square": 50.0, "tests": []}
+MASKED = BELIEVED | {"masked": True, "verdict": "not to be believed", "tests": [{"test": "black box", "passed": False, "words": "it finds more"}]}
+
+
+def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
+    """At one ε for all runs, with ε and images written out; the last record, at another ε, is not it, nor is its check-up."""
+    first = attacked(tmp_path / "first", runs[1], (30.0, 8, 1000, BELIEVED), (1.0, 64, 1000, MASKED), (99.0, 2, 1000, MASKED))
+    second = attacked(tmp_path / "second", runs[1], (40.0, 8, 1000, MASKED))
+    third = attacked(tmp_path / "third", runs[1], (50.0, 16, 1000, None))
+    fourth = attacked(tmp_path / "fourth", runs[1], (60.0, 8, 1000, BELIEVED))
+    text = write_report([first, second, third, fourth], tmp_path / "out").read_text()
+    table = re.search(r'<table class="results">.*?</table>', text, re.DOTALL)[0]
+    rows = [" ".join(re.sub(r"<[^>]*>", " ", row).split()) for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)]
+    assert "under attack ε·255 = 8" in rows[0]
+    assert "30.00% 1,000 images, pgd" in rows[1]
+    assert "believed" not in rows[1]
+    assert "✗ 40.00% 1,000 images, pgd not to be believed: the check-up fails (black box)" in rows[2]
+    assert "– only at ε·255 = 16" in rows[3]
+    assert "✗ 60.00% 1,000 images, pgd not to be believed: stronger attacks leave 30.0% of the 200 images of the check-up" in rows[4]
+    robustness = re.search(r'id="robustness".*?</table>', text, re.DOTALL)[0]
+    marked = re.findall(r'title="not to be believed: [^"]*">✗</a> ([\d.]+)%', robustness)
+    assert marked == ["1.00", "99.00", "40.00", "60.00"]
+    verdicts = " ".join(re.sub(r"<[^>]*>", " ", text[text.index('id="believed"') :]).split())
+    for words in (
+        "first , ε·255 = 8, 200 images: to be believed.",
+        "first , ε·255 = 64, 200 images: not to be believed.",
+        "third : no check-up was made",
+    ):
+        assert words in verdicts
+    assert "But not the 60.00% that pgd has left" in verdicts
+    assert "As ε grows: 200 images" in text
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_result_table_fits(runs, browser, tmp_path, width):
+    """With long names and a figure in doubt: nothing to scroll; on a phone the columns that matter, the rest on demand."""
+    attack = "pgd:iterations=100:restarts=5:loss=margin"
+    folders = [
+        attacked(tmp_path / f"{name}-with-a-name-of-some-length", runs[1], (40.0, 8, 1000, MASKED), attack=attack) for name in ("tanh", "ball", "seg")
+    ]
+    page = write_report(folders, tmp_path / "out")
+    with watched(browser, page, viewport={"width": width, "height": 900}) as opened:
+        table = opened.locator("table.results")
+        assert table.evaluate("t => t.scrollWidth <= t.parentElement.clientWidth")
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
+        shown = [head.inner_text().split("\n")[0] for head in table.locator("th").all() if head.is_visible()]
+        assert shown[:3] == ["run", "accuracy", "under attack"]
+        assert ("operator" in shown) == (width == 1400)
+        rest = opened.locator("#columns table")
+        assert not rest.is_visible()
+        opened.get_by_text("All columns").click()
+        assert rest.is_visible()
+        assert {"operator", "network", "data", "loss", "device"} <= {head.inner_text() for head in rest.locator("th").all()}
 
 
 @pytest.mark.parametrize("file", ["result.json", "attacks.json", "metrics.jsonl"])

@@ -287,8 +287,8 @@ def test_parsing():
     assert parse_attack("pgd:random_start=false:norm=l2").parameters == {"random_start": False, "norm": "l2"}
     for text, message in [
         ("pdg", r"unknown attack 'pdg'. Did you mean 'pgd'\? Known: fgsm, bim"),
-        ("pgd:stps=5", r"'stps=5' is no parameter of pgd. Possible: step=…, iterations=…"),
-        ("pgd:steps=five", r"iterations=five must be a whole number"),
+        ("pgd:stps=5", r"'stps=5' is no parameter of pgd. Possible: step=…, steps=…"),
+        ("pgd:steps=five", r"steps=five must be a whole number"),
         ("pgd:random_start=maybe", r"must be true or false"),
         ("fgsm:eps=1", r"'eps=1' is no parameter of fgsm. Possible: none"),
         ("bim:step=1/0", r"step=1/0 must be a number"),

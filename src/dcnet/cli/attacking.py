@@ -3,19 +3,18 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
-from dcnet.circumstances import circumstances
 from dcnet.cli.common import DataRoot, Device, Download, RunArgument, console, fail, folder_path, say
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
-from dcnet.data import Resident
-from dcnet.robustness import ATTACKS, check_up, evaluate
-from dcnet.robustness.evaluate import parse_attack, parse_number
-from dcnet.training import Run, joined, open_data
+from dcnet.formulas import parse_number
+from dcnet.robustness import ATTACKS, parse_attack
+from dcnet.robustness.checks import check_eps
+from dcnet.robustness.evaluate import shared_norm
+from dcnet.robustness.records import conditions, in_words, replaced
+from dcnet.training import Run, attack_run
 from dcnet.training.progress import showing
-from dcnet.training.settings import tf32
 from dcnet.util.text import printable
 
 
@@ -40,32 +39,84 @@ def attack(
     device: Device = None,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the place of records of the same attack, ε, images, labels and source.")] = False,
+    records: Annotated[bool, typer.Option("--records", help="Only list what was recorded, with numbers.")] = False,
+    forget: Annotated[str | None, typer.Option(help="Only remove records: their numbers, as in 1,3, or all.")] = None,
 ) -> None:
     """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
+    if records or forget is not None:
+        _edit(run, forget)
+        return
     try:
         register(formulas, [run, *([] if source is None else [source])] if trust_formulas else ())
         number = parse_eps(eps)
-        for part in attacks.split(","):
-            parse_attack(part)
+        norm = shared_norm([parse_attack(part) for part in attacks.split(",")])
+        check_eps(number, norm)
+        if check and number > 1.0:
+            raise ValueError(f"eps={number:g}: the check-up is for ℓ∞, where ε is at most 1; do without it: --no-check")
         found = Run(run)
-        with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
-            data = open_data(found.recipe, ranks, data_root, download)
-            if not isinstance(data, Resident):
-                raise ValueError(f"{found.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it")
-            model = found.model.to(ranks.device)
-            other = None if source is None else Run(source).model.to(ranks.device)
-            images, labels = data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
-            with showing(True) as progress:
-                options: dict[str, Any] = {"batch": batch, "cumulative": not separate, "predicted": predicted, "seed": seed}
-                result = evaluate(model, images, labels, attacks, number, source=other, progress=progress, **options)
-            if check:
-                result["check-up"] = check_up(model, images[:check_images], labels[:check_images], number, seed=seed)
-        result |= {"from": None if source is None else str(source), "bf16": bf16, **circumstances(ranks.device)}
-    except (ValueError, FileNotFoundError, ImportError) as error:
+        earlier = found.attacks  # a damaged file is better found now
+        found.check_writable()
+        with showing(True) as progress:
+            result = attack_run(
+                found,
+                attacks,
+                number,
+                source=None if source is None else Run(source),
+                limit=limit,
+                cumulative=not separate,
+                predicted=predicted,
+                check_images=check_images if check else 0,
+                bf16=bf16,
+                batch=batch,
+                seed=seed,
+                data_root=data_root,
+                download=download,
+                device=device,
+                progress=progress,
+            )
+        _show(run, result)  # first, so that it is seen where it cannot be written
+        path = found.write_attacks(replaced(found.attacks, result)) if replace else found.add_attack(result)
+    except (ValueError, OSError, ImportError) as error:
         fail(error)
-    path = found.add_attack(result)
-    _show(run, result)
     say(f"added to {path}")
+    if not replace and _again(earlier, result):
+        say("An earlier record has the same set-up; both are kept. --replace keeps the new one only, --records lists all.")
+
+
+def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
+    """Whether one of the attacks was recorded before under the same conditions."""
+    names = {entry["attack"] for entry in new["attacks"]}
+    return any(conditions(record) == conditions(new) and names & {entry["attack"] for entry in record["attacks"]} for record in records)
+
+
+def _edit(run: Path, forget: str | None) -> None:
+    """Remove the records that are named, if any, and list those that are left."""
+    try:
+        found = Run(run)
+        kept = found.attacks
+        if forget is not None:
+            gone = _numbers(forget, len(kept))
+            kept = [record for number, record in enumerate(kept, 1) if number not in gone]
+            path = found.write_attacks(kept)
+            say(f"{len(gone)} {'record' if len(gone) == 1 else 'records'} removed from {path}")
+    except (ValueError, OSError) as error:
+        fail(error)
+    for number, record in enumerate(kept, 1):
+        say(f"{number}: {in_words(record)}")
+    if not kept:
+        say(f"{run} has no records of attacks")
+
+
+def _numbers(text: str, count: int) -> set[int]:
+    """The numbers of the records that are named."""
+    if text == "all":
+        return set(range(1, count + 1))
+    named = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
+    if not named <= set(range(1, count + 1)):
+        possible = "there are none" if count == 0 else "possible: 1, all" if count == 1 else f"possible: 1 to {count} with commas between them, all"
+        raise ValueError(f"--forget {text}: no such record; {possible} (--records lists them)")
+    return named
 
 
 def parse_eps(text: str) -> float:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,7 +34,7 @@ def figure(
         list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.", parser=folder_path, metavar="RUNS...")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
-    dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 150,
+    dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 200,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
     data_root: DataRoot = Path("data"),
@@ -46,13 +46,21 @@ def figure(
         register(formulas, (runs or []) if trust_formulas else ())
         drawn = make_figure(name, runs or [], data_root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = io.BytesIO()
-        with _glyphs():
-            drawn.savefig(file, format=path.suffix[1:].lower(), dpi=dpi)
-        write_atomically(path, file.getvalue())
+        _save(drawn, path, dpi)
     except (ValueError, OSError) as error:
         fail(error)
     say(f"{path} written")
+
+
+def _save(drawn: Any, path: Path, dpi: int) -> None:
+    """Write the figure; the same figure gives the same file, whatever the day."""
+    import matplotlib
+
+    dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    file = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "dcnet"}), _glyphs():
+        drawn.savefig(file, format=path.suffix[1:].lower(), dpi=dpi, metadata=dates.get(path.suffix.lower()))
+    write_atomically(path, file.getvalue())
 
 
 def report(

@@ -15,7 +15,7 @@ import typer
 from dcnet.cli.common import DataRoot, Device, Download, fail, folder_path, run_row, say, show_runs
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.data import NAMES
-from dcnet.formulas import angulars, magnitudes
+from dcnet.formulas import angulars, magnitudes, parse_number
 from dcnet.inspection import inspect_run
 from dcnet.models import list_models
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, change, make_recipe, read_recipe
@@ -30,9 +30,9 @@ def _kinds(name: str) -> tuple[Any, ...]:
 
 
 def _flag(name: str) -> Any:
-    """The type of a field's flag: text where None or a list of numbers can be written."""
+    """The type of a field's flag: text where None, a fraction or a list of numbers can be written."""
     kinds = _kinds(name)
-    if types.NoneType in kinds or typing.get_origin(kinds[0]) is tuple:
+    if types.NoneType in kinds or float in kinds or typing.get_origin(kinds[0]) is tuple:
         return str | None
     return kinds[0] | None
 
@@ -45,8 +45,8 @@ def value_of_flag(name: str, given: Any) -> Any:
     try:
         if typing.get_origin(kinds[0]) is tuple:
             given = "" if given == "none" else given
-            return tuple(float(part) for part in given.split(",") if part)
-        return kinds[0](given)
+            return tuple(parse_number(part) for part in given.split(",") if part)
+        return parse_number(given) if kinds[0] is float else kinds[0](given)
     except ValueError:
         raise typer.BadParameter(f"{given!r} is not {getattr(kinds[0], '__name__', '')}", param_hint=f"--{name.replace('_', '-')}") from None
 

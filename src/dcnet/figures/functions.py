@@ -9,14 +9,22 @@ from torch import Tensor
 from dcnet.figures.style import line_styles, new_figure, theta_ticks
 from dcnet.formulas import Formula, angulars, choose, magnitudes
 
+_SAME = 0.25  # of the axis: curves that coincide there are drawn as a band with a line on it
+
 
 def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: float) -> None:
-    # thick below thin, so that curves which coincide (square_cosine is power_cosine with p = 2) stay visible
-    widths = torch.linspace(3.4, 1.4, len(formulas)).tolist()
-    for formula, width, style in zip(formulas, widths, line_styles(), strict=False):
-        value = choose(formula.kind, formula)(argument, torch.full_like(argument, rho))[0]
-        y = torch.as_tensor(value, dtype=argument.dtype).expand_as(argument)
-        axis.plot(x.numpy(), y.numpy(), **style, linewidth=width, label=formula.name)
+    values = [choose(formula.kind, formula)(argument, torch.full_like(argument, rho))[0] for formula in formulas]
+    curves = [torch.as_tensor(value, dtype=argument.dtype).expand_as(argument) for value in values]
+    shares = [[float((one - other).abs().lt(1e-6).double().mean()) for other in curves] for one in curves]
+    # those with others on them: square_cosine is power_cosine with p = 2, relu_cosine is cosine in half of the range
+    bands = [number for number in range(len(curves)) if any(share > _SAME for share in shares[number][number + 1 :])]
+    for number, (formula, y, style) in enumerate(zip(formulas, curves, line_styles(), strict=False)):
+        look: dict[str, Any] = {**style, "linewidth": 1.8}
+        if number in bands:
+            width = 4.0 + 3.0 * min(2, len(bands) - 1 - bands.index(number))  # bands lie on each other too
+            look |= {"linestyle": "-", "linewidth": width, "alpha": 0.45, "solid_capstyle": "butt"}
+        twin = next((formulas[other].name for other in range(number) if shares[number][other] == 1.0), None)
+        axis.plot(x.numpy(), y.numpy(), **look, label=formula.name if twin is None else f"{formula.name} = {twin}")
 
 
 def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:

@@ -24,13 +24,20 @@ def filter_sheet(inspected: Inspected) -> np.ndarray:
     count, channels, height, width = kernels.shape
     most = np.abs(kernels).max(axis=(1, 2, 3), keepdims=True)
     tiles = 0.5 + 0.5 * kernels / np.where(most > 0, most, 1.0)
-    columns = math.ceil(math.sqrt(2 * count))
-    rows = math.ceil(count / columns)
-    sheet = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 1.0 if colour else np.nan)
+    rows, columns = _sheet_grid(count)
+    sheet = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 0.75 if colour else np.nan)
     for number, tile in enumerate(tiles):
         top, left = (number // columns) * (height + 1) + 1, (number % columns) * (width + 1) + 1
         sheet[top : top + height, left : left + width] = tile.transpose(1, 2, 0)
     return sheet
+
+
+def _sheet_grid(count: int) -> tuple[int, int]:
+    """Rows and columns of a sheet that is about as wide as high: the last row full wherever that is possible, else as full as can be."""
+    ideal = math.sqrt(1.4 * count)
+    candidates = range(max(1, math.ceil(ideal / 2)), math.floor(2 * ideal) + 1)
+    columns = min(candidates, key=lambda width: (-count % width, abs(math.log(width / ideal))))
+    return math.ceil(count / columns), columns
 
 
 def filters_title(inspected: Inspected) -> str:
@@ -54,7 +61,7 @@ def kernel_cosines(inspected: Inspected) -> np.ndarray:
 
 def cosines_title(cosines: np.ndarray) -> str:
     off = np.abs(cosines[~np.eye(len(cosines), dtype=bool)])
-    return f"Between kernels: mean |cos| off the diagonal {off.mean():.2f}" if len(off) else "One kernel"
+    return f"Cosines between kernels, mean |cos| off the diagonal {off.mean():.2f}" if len(off) else "One kernel"
 
 
 def draw_correlation(axis: Any, inspected: Inspected) -> None:
@@ -62,7 +69,8 @@ def draw_correlation(axis: Any, inspected: Inspected) -> None:
     cosines = kernel_cosines(inspected)
     image = axis.imshow(cosines, cmap=SIGNED, vmin=-1.0, vmax=1.0, interpolation="nearest")
     axis.figure.colorbar(image, ax=axis, shrink=0.8, label="cosine")
-    axis.set(title=cosines_title(cosines), xlabel="kernel", ylabel="kernel")
+    axis.set_title(cosines_title(cosines).replace(", ", "\n", 1), fontsize=10)  # in one line it would be wider than the axis
+    axis.set(xlabel="kernel", ylabel="kernel")
 
 
 def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
@@ -74,9 +82,9 @@ def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
 
 
 def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
-    """Draws how often each layer sees which ‖x‖, in units of its mean; marked are the least, median and greatest radius of its kernels.
+    """Draws how often each layer sees which ‖x‖, in units of its mean; bars span the radii of its kernels, least to greatest, with the median.
 
-    An arrow stands where the greatest is beyond the end of the axis.
+    An arrow stands where the greatest is beyond the end of the axis. What the bars are is said below the axis, in lines of its own.
     """
     _draw_histograms(axis, inspected, "norm", FARTHEST, bar)
     radii = {row: layer["radius"] for row, layer in enumerate(inspected["layers"]) if "radius" in layer}
@@ -87,8 +95,9 @@ def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
             axis.hlines(rows, least, most, color=colour, linewidth=width)
             axis.plot(middle, rows, color=colour, linestyle="none", marker="|", markersize=9, markeredgewidth=width)
             axis.plot([0.985 * FARTHEST] * len(beyond), beyond, color=colour, linestyle="none", marker=">", markersize=3.0 + width, markeredgewidth=0)
-    marked = f", radii in white{' (▸ beyond)' if beyond else ''}" if radii else ""
-    axis.set(xlabel="‖x‖ / E{‖x‖}", title=f"Norms of patches{marked}", xlim=(0.0, FARTHEST))
+    farther = f"; ▸ beyond {FARTHEST:g}" if beyond else ""
+    bars = f"\nbars: radii of the layer's kernels,\nleast | median | greatest{farther}" if radii else ""
+    axis.set(xlabel=f"‖x‖ / E{{‖x‖}}{bars}", title="Norms of patches", xlim=(0.0, FARTHEST))
 
 
 def _draw_histograms(axis: Any, inspected: Inspected, what: str, high: float, bar: bool) -> None:

@@ -21,13 +21,18 @@ def _outputs(x: Tensor, w: Tensor, magnitude: str, angular: str) -> Tensor:
 
 def _image(axis: Any, values: Tensor, extent: tuple[float, float, float, float], across: Tensor, up: Tensor) -> None:
     most = float(values.abs().max()) or 1.0
-    image = axis.imshow(values.numpy(), origin="lower", extent=extent, aspect="auto", cmap=DIVERGING, vmin=-most, vmax=most)
+    image = axis.imshow(values.numpy(), origin="lower", extent=extent, aspect="auto", cmap=DIVERGING, vmin=-most, vmax=most, interpolation="none")
     levels = [level for level in torch.linspace(-most, most, 9).tolist() if abs(level) > 1e-9]
     # dashed where negative: in grey print the colours of both signs look alike
     axis.contour(across.numpy(), up.numpy(), values.numpy(), levels=levels, colors="0.25", linewidths=0.6, negative_linestyles="dashed")
-    bar = axis.figure.colorbar(image, ax=axis, shrink=0.9)
-    bar.ax.tick_params(labelsize=8)
-    bar.set_label("output", fontsize=8)
+    bar = axis.figure.colorbar(image, ax=axis, shrink=0.85, ticks=[-most, -most / 2, 0.0, most / 2, most], format=_tick)
+    bar.ax.tick_params(labelsize=9)
+    bar.ax.set_title("f", fontsize=10, pad=5)  # above: beside the numbers it would have to be small, and turned
+
+
+def _tick(value: float, _: int | None = None) -> str:
+    """A number as short as a color bar has room for: 0.5, not 0.4976."""
+    return f"{value:.2g}".replace("-", "−")
 
 
 def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: float = 3.0) -> None:
@@ -56,7 +61,7 @@ def draw_plane(axis: Any, magnitude: str, angular: str = "cosine", kernel: tuple
 
 def response_figure(operators: Sequence[tuple[str, str]] = OPERATORS) -> Any:
     """Both pictures for some operators, one below the other."""
-    figure, axes = new_figure(2, len(operators), 3.1, 2.8)
+    figure, axes = new_figure(2, len(operators), 3.3, 2.9)
     for column, (magnitude, angular) in enumerate(operators):
         draw_response(axes[0][column], magnitude, angular)
         draw_plane(axes[1][column], magnitude, angular)

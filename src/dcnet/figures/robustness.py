@@ -8,6 +8,7 @@ import numpy as np
 from dcnet.figures.style import SIGNED, add_legend, hide, label, line_styles, new_figure, room_below, short
 from dcnet.inspection.examples import decoded
 from dcnet.robustness import parse_attack
+from dcnet.robustness.records import check_ups_of
 
 Attacks = list[dict[str, Any]]  # what `attacks.json` of a run folder holds
 
@@ -44,7 +45,7 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
         fooled = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
         axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + fooled)
     axis.set(
-        xlabel="image, sorted",
+        xlabel="images classified right, sorted; a line ends with the last",
         ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'}, pixels in [0, 1])",
         title="DeepFool",
         ylim=(0.0, None),
@@ -63,31 +64,35 @@ def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
 
 
 def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
-    """Draws the accuracy under PGD as ε grows, from the last check-up of each run: it must reach 0."""
-    _draw_check_ups(axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * point["eps"], point["accuracy"]) for point in found["curve"])])
+    """Draws the accuracy under PGD as ε grows, from a check-up of each run at one ε: it must reach 0, where the line ends."""
+    _, images = _draw_check_ups(axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * p["eps"], p["accuracy"]) for p in found["curve"])])
     axis.set_xscale("symlog", linthresh=1.0, base=2)
     ticks = [0, 1, 2, 4, 8, 16, 32, 64, 255]
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.set(xlabel="ε · 255", xlim=(0.0, 270.0), title="As ε grows")
+    axis.set(xlabel="ε · 255 (a line ends where nothing is left)", xlim=(0.0, 270.0), title=f"As ε grows: {images}")
 
 
 def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
-    """Draws the accuracy under PGD as its steps grow, from the last check-up of each run: it must level off."""
-    _draw_check_ups(axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]])
+    """Draws the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off."""
+    eps, images = _draw_check_ups(axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]])
     axis.set_xscale("log", base=10)
-    axis.set(xlabel="steps of PGD (the last with restarts and another loss)", title="As steps grow")
+    axis.set(xlabel="steps of PGD (the last with restarts and another loss)", title=f"As steps grow: ε · 255 = {eps:g}, {images}")
 
 
-def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]) -> None:
-    found = {name: [result["check-up"] for result in attacks if "check-up" in result] for name, attacks in runs.items()}
-    if without := [name for name, check_ups in found.items() if not check_ups]:
-        raise ValueError(f"no check-up was made of {', '.join(without)}; run: dcnet attack RUN")
-    for (name, check_ups), style in zip(found.items(), line_styles(), strict=False):
-        points = points_of(check_ups[-1])
+def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]) -> tuple[float | None, str]:
+    """Draws a line for each run; gives the ε of the check-ups, times 255, and in words on how many images they rest."""
+    eps, found = check_ups_of(runs)
+    if without := [name for name in runs if name not in found]:
+        at, option = ("", "") if eps is None else (f" at ε · 255 = {eps:g}", f" --eps {eps:g}/255")
+        raise ValueError(f"no check-up was made of {', '.join(without)}{at}; run: dcnet attack RUN{option}")
+    for (name, check_up), style in zip(found.items(), line_styles(), strict=False):
+        points = points_of(check_up)
         axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=label(name))
     axis.set(ylabel="accuracy under PGD (%)", ylim=(-3.0, 103.0))
     axis.grid(alpha=0.25)
     add_legend(axis)
+    counts = sorted({check_up["images"] for check_up in found.values()})
+    return eps, f"{counts[0]} images" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} images"
 
 
 def curves_figure(runs: Mapping[str, Attacks]) -> Any:

@@ -19,6 +19,7 @@ from dcnet.formulas.catalogue import (
     nearest,
     positive,
 )
+from dcnet.formulas.numbers import parse_number
 
 __all__ = [
     "LEARNED",
@@ -35,5 +36,6 @@ __all__ = [
     "magnitude",
     "magnitudes",
     "nearest",
+    "parse_number",
     "positive",
 ]

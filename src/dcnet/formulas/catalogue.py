@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dcnet.formulas.numbers import parse_number
+
 LEARNED = "learned"
 
 
@@ -200,7 +202,7 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
             values.pop(key, None)
             continue
         try:
-            values[key] = float(text)
+            values[key] = parse_number(text)
         except ValueError:
             possible = "a number" + (f" or {LEARNED!r}" if key in formula.learnable else "")
             raise ValueError(f"{kind} {formula.name!r}: {key}={text!r} is not {possible}") from None

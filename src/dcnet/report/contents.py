@@ -8,6 +8,7 @@ from typing import Any
 
 from dcnet.figures import titles_of
 from dcnet.inspection import inspect_run
+from dcnet.robustness.records import Headline, Record, check_up_at, doubt, eps_of, headline
 from dcnet.training import Recipe, Run
 
 
@@ -20,10 +21,11 @@ class Shown:
     anchor: str = ""
     inspection: dict[str, Any] | None = None
     missing: list[str] = field(default_factory=list)
-    metrics: list[dict[str, Any]] = field(init=False)  # read once: `Run` reads its file each time it is asked
+    metrics: list[dict[str, Any]] = field(init=False)  # read once: `Run` reads its files each time it is asked
+    records: list[Record] = field(init=False)  # of attacks
 
     def __post_init__(self) -> None:
-        self.metrics = self.run.metrics
+        self.metrics, self.records = self.run.metrics, self.run.attacks
 
     @property
     def operator(self) -> str:
@@ -39,21 +41,31 @@ class Shown:
         usual = asdict(Recipe())
         return {name: value for name, value in _fields(self.run.recipe).items() if value != usual[name]}
 
-    @property
-    def worst(self) -> tuple[float, float] | None:
-        """The lowest accuracy, in percent, that attacks on the run itself with true labels have left at the ε of the last of them; and that ε."""
-        own = [result for result in self.run.attacks if not result["transfer"] and result["labels"] == "true"]
-        own = [result for result in own if any("accuracy" in entry for entry in result["attacks"])]
-        if not own:
-            return None
-        eps = own[-1]["eps"]
-        return min(entry["accuracy"] for result in own if result["eps"] == eps for entry in result["attacks"] if "accuracy" in entry), eps
+    def headline(self, eps: float | None) -> Headline | None:
+        """What stands for its robustness at that ε, in units of 1/255; None where it was not attacked with it."""
+        return headline(self.records, eps)
 
     @property
-    def verdict(self) -> str | None:
-        """The last check-up's."""
-        check_ups = [result["check-up"] for result in self.run.attacks if "check-up" in result]
-        return check_ups[-1]["verdict"] if check_ups else None
+    def sizes(self) -> list[float]:
+        """The ε, in units of 1/255, that it was attacked with."""
+        return sorted({eps for record in self.records if (eps := eps_of(record)) is not None})
+
+    @property
+    def check_ups(self) -> dict[float, dict[str, Any]]:
+        """By ε, in units of 1/255, the last check-up with it."""
+        return {eps: found for eps in self.sizes if (found := check_up_at(self.records, eps)) is not None}
+
+    def doubted(self, record: Record, entry: dict[str, Any]) -> str | None:
+        """Why an accuracy in a record is not to be believed, after the check-up at its ε.
+
+        Not of images made on another network, which owe nothing to this one's gradients; and that there are stronger attacks is said of
+        the lowest figure of a record, as it is no news of the others.
+        """
+        check_up = self.check_ups.get(eps_of(record) or -1.0)
+        if record["transfer"] or check_up is None or "accuracy" not in entry:
+            return None
+        lowest = min(other["accuracy"] for other in record["attacks"] if "accuracy" in other)
+        return doubt(entry["accuracy"] if entry["accuracy"] == lowest else 0.0, check_up)
 
 
 def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
@@ -71,7 +83,7 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
             one.inspection = inspect_run(one.run, data_root)
         except (FileNotFoundError, ValueError) as error:
             one.missing.append(f"No filters, angles and examples: {error}")
-        if not one.run.attacks and one.run.checkpoint.is_file():
+        if not one.records and one.run.checkpoint.is_file():
             one.missing.append(f"Not attacked yet. Run: dcnet attack {quote(str(one.run.folder))}")
     return shown
 

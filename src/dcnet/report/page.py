@@ -24,6 +24,7 @@ from dcnet.figures.style import room_below
 from dcnet.inspection.examples import STEPS
 from dcnet.report.contents import Shown, differing_fields, gather
 from dcnet.report.pictures import png, svg
+from dcnet.robustness.records import check_ups_of, common_eps
 from dcnet.util.files import write_atomically
 from dcnet.util.text import printable
 from dcnet.version import __version__
@@ -50,11 +51,13 @@ def render(shown: Sequence[Shown]) -> str:
 
     here = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"value": _value, "number": _number}
+    filters: dict[str, Any] = {"value": _value, "number": _number, "breakable": _breakable}
+    environment.filters |= filters
     return environment.get_template("page.html.jinja").render(
         version=__version__,
         style=(here / "style.css").read_text(),
         runs=shown,
+        eps=common_eps(one.records for one in shown),
         steps=STEPS,
         open=len(shown) <= _OPEN,
         differing=differing_fields(shown),
@@ -79,6 +82,13 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def _breakable(text: str) -> Any:
+    """An attack's name, which may go on in the next line after a colon."""
+    from markupsafe import Markup, escape
+
+    return Markup(":<wbr>").join(escape(part) for part in text.split(":"))
+
+
 def _overview(shown: Sequence[Shown]) -> list[str]:
     """The curves of all runs together."""
     runs = {one.title: one.metrics for one in shown if one.metrics}
@@ -88,10 +98,11 @@ def _overview(shown: Sequence[Shown]) -> list[str]:
 
 def _robustness(shown: Sequence[Shown]) -> list[str]:
     """Accuracy against ε and steps, and sizes of perturbations, of the runs that have them."""
-    checked = {one.title: one.run.attacks for one in shown if one.verdict is not None}
+    records = {one.title: one.records for one in shown}
+    checked = {name: records[name] for name in check_ups_of(records)[1]}
     panels = [("accuracy by ε", partial(draw_eps, runs=checked), checked), ("accuracy by steps", partial(draw_steps, runs=checked), checked)]
     for norm in ("l2", "linf"):
-        fooled = {one.title: one.run.attacks for one in shown if deepfool_sizes(one.run.attacks, norm) is not None}
+        fooled = {name: mine for name, mine in records.items() if deepfool_sizes(mine, norm) is not None}
         panels.append((f"DeepFool's perturbations, {norm}", partial(draw_deepfool, runs=fooled, norm=norm), fooled))
     return [svg(draw, name, 4.6, 3.6, below=room_below(len(runs))) for name, draw, runs in panels if runs]
 
@@ -103,7 +114,7 @@ def _pictures(one: Shown) -> list[str]:
     pictures = [svg(partial(draw_learned, metrics=one.metrics, parameter=name), f"{one.title}: learned {name}", margin=1.0) for name in learned]
     if inspected is not None:
         pictures.append(svg(partial(draw_angles, inspected=inspected, bar=False), f"{one.title}: angles"))
-        pictures.append(svg(partial(draw_norms, inspected=inspected, bar=False), f"{one.title}: norms"))
+        pictures.append(svg(partial(draw_norms, inspected=inspected, bar=False), f"{one.title}: norms", below=0.36))
         if "features" in inspected:
             pictures.append(svg(partial(draw_features, inspected=inspected, title="Features by class"), f"{one.title}: features", 4.2, 4.2))
     return pictures

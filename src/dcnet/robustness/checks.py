@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 
 
-def check_eps(eps: float) -> float:
-    """ε as a number; raises unless it is finite and not negative."""
+def check_eps(eps: float, norm: str = "linf") -> float:
+    """ε as a number; raises unless it is finite and not negative, and in ℓ∞ at most 1, the whole range of a pixel."""
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0.0:
         raise ValueError(f"eps must be a finite number ≥ 0, in units where images go from 0 to 1 (8/255 = 0.0314), got {eps!r}")
+    if norm == "linf" and eps > 1.0:
+        meant = f"; did you mean {eps:g}/255?" if eps <= 255.0 else ""
+        raise ValueError(f"eps={eps:g} is more than 1, the whole range of a pixel (images go from 0 to 1){meant}")
     return float(eps)
 
 
@@ -70,9 +73,9 @@ def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
     return classes
 
 
-def check(model: nn.Module, images: Tensor, labels: Tensor, eps: float = 0.0) -> int:
+def check(model: nn.Module, images: Tensor, labels: Tensor, eps: float = 0.0, norm: str = "linf") -> int:
     """All of it, for an attack; gives the number of classes."""
-    check_eps(eps)
+    check_eps(eps, norm)
     check_images(images, labels)
     check_evaluating(model)
     return check_logits(model, images, labels)

@@ -16,6 +16,7 @@ from dcnet.robustness.square import square
 
 # In percent of the images, what is taken for chance:
 STRONGER = 5.0  # that more steps, restarts and another loss find more
+STRONGER_TEST = "stronger attack"
 BLIND = 3.0  # that an attack without gradients finds what one with gradients does not
 ONE_STEP = 10.0  # that one step leaves, and several do not: from there on the verdict mentions it
 LEFT = 2.0  # that is still right where ε allows any image
@@ -70,7 +71,7 @@ def check_up(
     strong = found["pgd, stronger"] = min(
         accuracy("pgd", iterations=5 * iterations, restarts=2), accuracy("pgd", iterations=5 * iterations, loss="margin")
     )
-    add("stronger attack", white - strong <= STRONGER, f"PGD leaves {white:.1f}%, with five times the steps, restarts and another loss {strong:.1f}%")
+    add(STRONGER_TEST, white - strong <= STRONGER, f"PGD leaves {white:.1f}%, with five times the steps, restarts and another loss {strong:.1f}%")
     blind = found["square"] = accuracy("square")
     add("black box", blind >= white - BLIND, f"Square, which sees no gradients, leaves {blind:.1f}%, PGD {white:.1f}%")
 

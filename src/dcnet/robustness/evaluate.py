@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.formulas import nearest
+from dcnet.formulas import nearest, parse_number
 from dcnet.robustness.auto import auto
 from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.deepfool import deepfool
@@ -19,6 +19,8 @@ from dcnet.robustness.square import square
 ATTACKS: dict[str, Callable[..., Any]] = {"fgsm": fgsm, "bim": bim, "pgd": pgd, "deepfool": deepfool, "square": square, "auto": auto}
 _NOT_SETTABLE = ("model", "images", "labels", "target", "generator", "eps")
 _SHORT = {"steps": "iterations"}
+_LONG = {long: short for short, long in _SHORT.items()}
+_COUNTS = ("iterations", "restarts", "queries", "batch")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Attack:
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def norm(self) -> str | None:
+        """That of ε: "linf" or "l2"; None where the attack has no ε."""
+        return None if self.name == "deepfool" else self.parameters.get("norm", "linf")
 
     def __str__(self) -> str:
         return ":".join([self.name, *(f"{key}={value}" for key, value in self.parameters.items())])
@@ -40,21 +47,20 @@ def parse_attack(text: str) -> Attack:
     known = {key: p for key, p in inspect.signature(ATTACKS[name]).parameters.items() if key not in _NOT_SETTABLE}
     parameters: dict[str, Any] = {}
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        key = _SHORT.get(key, key)
+        written, equals, value = setting.partition("=")
+        key = _SHORT.get(written, written)
         if not equals or key not in known:
-            raise ValueError(f"attack {text!r}: {setting!r} is no parameter of {name}. Possible: {', '.join(f'{k}=…' for k in known) or 'none'}")
-        parameters[key] = _parsed(text, key, value, known[key].default)
+            possible = ", ".join(f"{_LONG.get(k, k)}=…" for k in known) or "none"
+            raise ValueError(f"attack {text!r}: {setting!r} is no parameter of {name}. Possible: {possible}")
+        parameters[key] = _parsed(text, written, value, known[key].default)
+        if key in _COUNTS and parameters[key] < 1:
+            raise ValueError(f"attack {text!r}: {written}={value} must be a whole number ≥ 1")
     return Attack(name, parameters)
 
 
-def parse_number(text: str) -> float:
-    """A number, or a fraction such as 8/255."""
-    over, slash, under = text.partition("/")
-    try:
-        return float(over) / float(under) if slash else float(over)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{text!r} is no number; possible: 0.03, 8/255") from None
+def shared_norm(attacks: Sequence[Attack]) -> str:
+    """The norm that ε is of: ℓ2 where no attack has it in ℓ∞."""
+    return "linf" if "linf" in {attack.norm for attack in attacks} or not any(attack.norm for attack in attacks) else "l2"
 
 
 def _parsed(text: str, key: str, value: str, default: Any) -> Any:
@@ -107,10 +113,11 @@ def evaluate(
     gives sizes of perturbations, of all images classified right, and takes no part in the accuracy.
     """
     chosen = [parse_attack(part) if isinstance(part, str) else part for part in (attacks.split(",") if isinstance(attacks, str) else attacks)]
-    check(model, images, labels, eps)
+    norm = shared_norm(chosen)
+    check(model, images, labels, eps, norm)
     maker = model if source is None else source
     if source is not None:
-        check(source, images, labels, eps)
+        check(source, images, labels, eps, norm)
     right = _correct(model, images, labels, batch, "on clean images")
     total = len(labels)
     result: dict[str, Any] = {

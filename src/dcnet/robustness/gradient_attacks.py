@@ -56,7 +56,7 @@ def pgd(
     norm: "linf" or "l2". step: 2.5·ε/iterations if not given. loss: "ce" or "margin". Of images that resist every restart, the one with the
     highest loss is returned.
     """
-    check(model, images, labels, eps)
+    check(model, images, labels, eps, norm)
     if norm not in ("linf", "l2"):
         raise ValueError(f"unknown norm {norm!r}; possible: linf, l2")
     step = 2.5 * eps / max(1, iterations) if step is None else step

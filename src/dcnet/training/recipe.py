@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dcnet.data import AUGMENTATIONS
-from dcnet.formulas import nearest
+from dcnet.formulas import nearest, parse_number
 
 DEFAULT = "default"
 _COMPARED: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}
@@ -102,8 +102,11 @@ class Recipe:
             if float in allowed and isinstance(value, int) and not isinstance(value, bool):
                 value = float(value)
                 object.__setattr__(self, entry.name, value)
-            if isinstance(value, list):
-                value = tuple(value)
+            if isinstance(value, list) or (float in allowed and isinstance(value, str)):
+                try:  # 8/255, in a file or on the command line
+                    value = _number(value) if isinstance(value, str) else tuple(_number(part) for part in value)
+                except ValueError as error:
+                    raise ValueError(f"recipe: {entry.name}={error}") from None
                 object.__setattr__(self, entry.name, value)
             kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -112,7 +115,8 @@ class Recipe:
                 raise ValueError(f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: {', '.join(possible)}")
             limits = [(sign, limit) for sign, limit in entry.metadata["limits"].items() if limit is not None]
             if value is not None and not all(_COMPARED[sign](value, limit) for sign, limit in limits):
-                raise ValueError(f"recipe: {entry.name}={value} must be {' and '.join(f'{sign} {limit:g}' for sign, limit in limits)}")
+                possible_values = " and ".join(f"{sign} {limit:g}" for sign, limit in limits)
+                raise ValueError(f"recipe: {entry.name}={value} must be {possible_values}{_pixels(entry.name, value)}")
         if any(isinstance(m, bool) or not isinstance(m, int | float) for m in self.milestones):
             raise ValueError(f"recipe: milestones={self.milestones} must be numbers")
         if list(self.milestones) != sorted(self.milestones) or any(not 0.0 < m < 1.0 for m in self.milestones):
@@ -141,7 +145,16 @@ class Recipe:
         """A short name: data, network, operator."""
         operator = "plain" if self.magnitude is None else "-".join(filter(None, (self.magnitude, self.angular, self.weighting)))
         data = self.data if ":" not in self.data else Path(self.data.split(":", 1)[1]).name
-        return "-".join((data, self.model, operator.replace(":", "_").replace("=", "").replace(",", "_"), f"seed{self.seed}"))
+        return "-".join((data, self.model, operator.replace(":", "_").replace("=", "").replace(",", "_").replace("/", "_"), f"seed{self.seed}"))
+
+
+def _number(value: Any) -> Any:
+    return parse_number(value) if isinstance(value, str) else value
+
+
+def _pixels(name: str, value: float) -> str:
+    """A question, where a change of a pixel was given in units of 1/255."""
+    return f"; did you mean {value:g}/255?" if name in ("adversarial_eps", "adversarial_step") and 1.0 < value <= 255.0 else ""
 
 
 hints = typing.get_type_hints(Recipe)

@@ -4,12 +4,14 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryFile
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from dcnet.formulas import parse_number
 from dcnet.models import create_model
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
 from dcnet.training.own_formulas import check_formulas
@@ -24,7 +26,7 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
     options: dict[str, Any] = {}
     if recipe.magnitude is not None:
         try:
-            radius: str | float = recipe.radius if recipe.radius == "learned" else float(recipe.radius)
+            radius: str | float = recipe.radius if recipe.radius == "learned" else parse_number(recipe.radius)
         except ValueError:
             raise ValueError(f"recipe: radius={recipe.radius!r}; possible: learned, or a number > 0") from None
         options = {"weighting": recipe.weighting, "sync": recipe.sync}
@@ -136,9 +138,21 @@ class Run:
 
     def add_attack(self, result: dict[str, Any]) -> Path:
         """Adds what an attack found; gives the file."""
+        return self.write_attacks([*self.attacks, result])
+
+    def write_attacks(self, records: list[dict[str, Any]]) -> Path:
+        """Keep these records of attacks and no others; give the file."""
         path = self.folder / "attacks.json"
-        write_json(path, [*self.attacks, result])
+        write_json(path, records)
         return path
+
+    def check_writable(self) -> None:
+        """Raise where nothing can be written into the folder: before a long computation rather than after it."""
+        try:
+            with TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"nothing can be written into {self.folder}: {error.strerror or error}") from error
 
     @property
     def shape(self) -> dict[str, int]:

@@ -153,12 +153,14 @@ def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, p
             elif job.step % look_every == 0:
                 _stop_if_not_finite(job, data, per_epoch)
             if _asked(interruption, ranks, job.step % look_every == 0):
-                _save(job, run, data, per_epoch)
+                _leave(job, run, data, per_epoch)
                 raise Interrupted(f"stopped at step {job.step} of {steps}")
         evaluation = _end_epoch(job, run, data, steps, per_epoch, progress)
         started = time.perf_counter() - job.seconds  # which have the evaluation, but not the writing
         if job.step < steps and _asked(interruption, ranks, True):
-            if job.saved_step != job.step:
+            if evaluation is None:  # whose averages the checkpoint would have
+                _leave(job, run, data, per_epoch)
+            elif job.saved_step != job.step:
                 job.save(run)
             raise Interrupted(f"stopped at step {job.step} of {steps}")
     if evaluation is None:  # the run had reached its end, but not its result
@@ -178,6 +180,14 @@ def _asked(interruption: Interruption, ranks: Ranks, together: bool) -> bool:
 def _save(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int) -> None:
     """A checkpoint, of a run that is in order."""
     _stop_if_not_finite(job, data, per_epoch)
+    job.save(run)
+
+
+def _leave(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int) -> None:
+    """A checkpoint to stay for a while: the network in it can be evaluated as it is."""
+    _stop_if_not_finite(job, data, per_epoch)
+    with calibrated(job, data, per_epoch):
+        pass
     job.save(run)
 
 

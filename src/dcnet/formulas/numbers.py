@@ -1,0 +1,14 @@
+"""Numbers as people write them."""
+
+
+def parse_number(text: str) -> float:
+    """A number, or a fraction such as 8/255.
+
+    >>> parse_number("8/255") == 8 / 255
+    True
+    """
+    over, slash, under = text.partition("/")
+    try:
+        return float(over) / float(under) if slash else float(over)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"{text!r} is no number; possible: 0.03, 8/255") from None

@@ -1,0 +1,143 @@
+"""What `attacks.json` of a run folder holds, a record for each call of `dcnet attack`: what is comparable, and what stands for the run."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dcnet.robustness.checkup import STRONGER, STRONGER_TEST
+
+Record = dict[str, Any]
+
+
+def eps_of(record: Record) -> float | None:
+    """ε in units of 1/255, rounded so that 8/255 and 0.031373 are the same; None where nobody wrote it down."""
+    return None if record.get("eps") is None else round(255.0 * record["eps"], 2)
+
+
+def conditions(record: Record) -> tuple[Any, ...]:
+    """What the figures of two records must share to be of one set-up, beside the attack: ε, images, labels, source, arithmetic."""
+    source = record.get("from") if record["transfer"] else None
+    return eps_of(record), record.get("images"), record["labels"], record["transfer"], source, bool(record.get("bf16"))
+
+
+def in_words(record: Record) -> str:
+    """One line about a record: what was done, under what conditions, and what came out."""
+    found = [f"{entry['attack']} {entry['accuracy']:.2f}%" if "accuracy" in entry else f"{entry['attack']}" for entry in record["attacks"]]
+    eps = "ε unknown" if eps_of(record) is None else f"ε·255 = {eps_of(record):g}"
+    source = f", made on {record.get('from') or 'another network'}" if record["transfer"] else ""
+    extras = (", in bf16" if record.get("bf16") else "") + (", with a check-up" if "check-up" in record else "")
+    return f"{eps}, {record.get('images', '?')} images, {record['labels']} labels{source}{extras}: {', '.join(found) or 'no attack'}"
+
+
+def replaced(records: Sequence[Record], new: Record) -> list[Record]:
+    """The records with the new one in place of those of the same set-up: the same attack under the same conditions.
+
+    Other attacks of an older record stay. A check-up stays too, with the new record, unless that has one of its own.
+    """
+    again = {entry["attack"] for entry in new["attacks"]}
+    kept = []
+    for record in records:
+        if conditions(record) != conditions(new):
+            kept.append(record)
+            continue
+        if "check-up" in record and "check-up" not in new:
+            new = {**new, "check-up": record["check-up"]}
+        left = [entry for entry in record["attacks"] if entry["attack"] not in again]
+        if left:
+            kept.append({key: value for key, value in record.items() if key != "check-up"} | {"attacks": left})
+    return [*kept, new]
+
+
+def _own(records: Iterable[Record]) -> list[Record]:
+    """Those that say how robust a network is: attacks on itself, with true labels, that have left an accuracy."""
+    return [
+        record
+        for record in records
+        if not record["transfer"] and record["labels"] == "true" and eps_of(record) is not None and any("accuracy" in e for e in record["attacks"])
+    ]
+
+
+def common_eps(runs: Iterable[Sequence[Record]]) -> float | None:
+    """The ε, in units of 1/255, that most of these runs were attacked with; of several the one with most images, then the last."""
+    counts: dict[float, tuple[int, int, int]] = {}
+    for records in runs:
+        own = _own(records)
+        for eps in {found for record in own if (found := eps_of(record)) is not None}:
+            mine = [number for number, record in enumerate(own) if eps_of(record) == eps]
+            count, images, last = counts.get(eps, (0, 0, 0))
+            counts[eps] = (count + 1, images + max(own[number].get("images", 0) for number in mine), max(last, mine[-1]))
+    return max(counts, key=lambda eps: counts[eps]) if counts else None
+
+
+def check_up_at(records: Iterable[Record], eps: float | None) -> dict[str, Any] | None:
+    """The last check-up at that ε, in units of 1/255."""
+    found = [record["check-up"] for record in records if "check-up" in record and eps_of(record["check-up"]) == eps]
+    return found[-1] if found else None
+
+
+def check_ups_of(runs: Mapping[str, Sequence[Record]]) -> tuple[float | None, dict[str, dict[str, Any]]]:
+    """The ε, in units of 1/255, of which most runs have a check-up (of several that of the table, then the greatest), and those check-ups."""
+    sizes = {name: {eps_of(record["check-up"]) for record in records if "check-up" in record} for name, records in runs.items()}
+    all_of_them = sorted({eps for mine in sizes.values() for eps in mine if eps is not None})
+    if not all_of_them:
+        return None, {}
+    table = common_eps(runs.values())
+    eps = max(all_of_them, key=lambda size: (sum(size in mine for mine in sizes.values()), size == table, size))
+    found = {name: check_up_at(records, eps) for name, records in runs.items()}
+    return eps, {name: check_up for name, check_up in found.items() if check_up is not None}
+
+
+def doubt(accuracy: float, check_up: dict[str, Any] | None) -> str | None:
+    """Why an accuracy under attack, in percent, is not to be believed, after the check-up at its ε; None where nothing speaks against it."""
+    if check_up is None:
+        return "no check-up was made at this ε"
+    # that a stronger attack finds more speaks against figures of weaker ones, not against those that are as low
+    if failed := [test["test"] for test in check_up["tests"] if not test["passed"] and test["test"] != STRONGER_TEST]:
+        return f"the check-up fails ({', '.join(failed)})"
+    stronger, count = min(check_up[name] for name in ("pgd", "pgd, stronger", "square") if name in check_up), check_up["images"]
+    share = (stronger / 100.0 * count + 1.0) / (count + 2.0)  # not 0 or 1, which would have no chance at all
+    chance = 200.0 * math.sqrt(share * (1.0 - share) / count)  # two standard errors, in percent
+    if accuracy - stronger > STRONGER + chance:
+        return f"stronger attacks leave {stronger:.1f}% of the {count} images of the check-up"
+    return None
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The figure that stands for a run: what the strongest attack of one set-up has left, and what the check-up at that ε says of it."""
+
+    accuracy: float
+    attack: str  # where several came one after the other, all of them
+    eps: float  # in units of 1/255
+    images: int
+    check_up: dict[str, Any] | None
+
+    @property
+    def doubt(self) -> str | None:
+        """Why it is not to be believed; None where nothing speaks against it."""
+        return doubt(self.accuracy, self.check_up)
+
+
+def headline(records: Sequence[Record], eps: float | None) -> Headline | None:
+    """The lowest accuracy at that ε (in units of 1/255), of attacks on the run itself with true labels, on the most images; None without any."""
+    own = [record for record in _own(records) if eps_of(record) == eps]
+    if not own:
+        return None
+    # bf16 weakens attacks: only where there is nothing else
+    images, exact = max((record.get("images", 0), not record.get("bf16")) for record in own)
+    own = [record for record in own if (record.get("images", 0), not record.get("bf16")) == (images, exact)]
+    accuracy, attack = min(((entry["accuracy"], name) for record in own for name, entry in _named(record)), key=lambda found: found[0])
+    assert eps is not None
+    return Headline(accuracy, attack, eps, images, check_up_at(records, eps))
+
+
+def _named(record: Record) -> list[tuple[str, Record]]:
+    """The accuracies of a record, each with the attacks that it is left by: all so far, where each saw only the survivors of the last."""
+    found: list[tuple[str, Record]] = []
+    names: list[str] = []
+    for entry in record["attacks"]:
+        if "accuracy" in entry:
+            names = [*names, entry["attack"]] if record.get("cumulative") else [entry["attack"]]
+            found.append((" + ".join(names), entry))
+    return found
