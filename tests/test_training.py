@@ -20,6 +20,7 @@ import dcnet
 from dcnet.data.folder import ImageFolder
 from dcnet.training import Interrupted, NonFiniteLoss, find_runs, job, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
+from dcnet.training.optimizer import make_optimizer
 
 SMALL = {"epochs": 2.0, "batch": 256}  # five steps an epoch
 
@@ -341,7 +342,7 @@ def test_what_decays():
         options = dcnet.make_recipe("paper-cifar", model="resnet32", **options)
         model = dcnet.training.build_model(options, {"num_classes": 10, "in_channels": 3, "input_size": 32})
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = job._optimizer(model, options, torch.device("cpu")).param_groups
+        groups = make_optimizer(model, options, torch.device("cpu")).param_groups
         assert sum(len(group["params"]) for group in groups) == len(names)
         return {names[p] for group in groups if group["weight_decay"] > 0.0 for p in group["params"]}
 

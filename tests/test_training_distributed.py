@@ -11,6 +11,7 @@ from helpers import in_two_processes
 
 import dcnet
 from dcnet.training import job
+from dcnet.training.checkpoint import load_checkpoint
 from dcnet.util.lock import InUse, locked
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
@@ -54,6 +55,7 @@ def worker(rank, port, results):
         seen.append({name: buffer.clone() for name, buffer in self.ema.model.named_buffers() if "running" in name})
         agreed = {name: buffer.clone() for name, buffer in self.model.named_buffers() if "running" in name}
         seen[-1].update({f"model {name}": buffer for name, buffer in agreed.items()})
+        seen[-1].update({f"calibrated {name}": buffer for name, buffer in self.calibrated.items()})
 
     job.Job.save = save
     folder = os.environ["TEST_FOLDER"]
@@ -82,10 +84,11 @@ def test_averages_agree_after_every_epoch(tmp_path, monkeypatch):
             assert torch.equal(a[name], b[name]), name
     assert images == 355
     run = dcnet.Run(tmp_path / "run")
-    saved = run.model.state_dict()
+    saved, loaded = load_checkpoint(run.checkpoint)[0], run.model.state_dict()
     for name, buffer in first[-1].items():
-        if not name.startswith("model "):
-            assert torch.equal(saved[name], buffer)
+        kind, _, key = name.rpartition(" ")
+        assert torch.equal(loaded[key] if kind == "calibrated" else saved[f"{kind or 'ema'}/{key}"], buffer), name
+    assert any(name.startswith("calibrated ") for name in first[-1])
     # the loaded network classifies as both together did: every test image once
     test = dcnet.data.load_data("digits").test
     with torch.no_grad():

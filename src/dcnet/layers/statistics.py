@@ -35,6 +35,20 @@ def _averages(layer: Decoupled | _BatchNorm) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
 
 
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the running averages of a model and of their counts, by the names its state dict has for them."""
+    layers = tracking_layers(model)
+    return {f"{name}.{key}".lstrip("."): buffer.clone() for name, layer in layers.items() for key, buffer in layer.named_buffers(recurse=False)}
+
+
+@torch.no_grad()
+def restore_statistics_(model: nn.Module, statistics: dict[str, Tensor]) -> nn.Module:
+    """The model, with running averages that `statistics_of` has copied, written in place: a CUDA graph keeps the buffers it knows."""
+    for name, buffer in statistics.items():
+        model.get_buffer(name).copy_(buffer)
+    return model
+
+
 @torch.no_grad()
 def average_statistics_(model: nn.Module) -> nn.Module:
     """The model, with every running average replaced by its mean over all ranks; call it on all of them."""
@@ -61,7 +75,7 @@ def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
         return model
     modes = {module: module.training for module in model.modules()}
     momenta = {layer: layer.momentum for layer in layers.values()}
-    before = {layer: {name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers.values()}
+    before = statistics_of(model)
     device = next((p.device for p in model.parameters()), None)
     finished = False
     try:
@@ -79,9 +93,7 @@ def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
         if not finished:
             raise ValueError("recalibrate_ got no batches; the averages are as they were")
     except BaseException:
-        for layer, buffers in before.items():
-            for name, buffer in layer.named_buffers(recurse=False):
-                buffer.copy_(buffers[name])
+        restore_statistics_(model, before)
         raise
     finally:
         for module, mode in modes.items():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dcnet.training import Recipe, Run, change
+from dcnet.training import Recipe, Run, recorded
 
 # How a recipe is computed, not what: cells that differ only in these are the same cell. Precision is not among them.
 _COMPUTED: dict[str, Any] = {
@@ -71,7 +71,7 @@ class Ledger:
     def _read(self, number: int, line: str) -> Entry:
         try:
             record = json.loads(line)
-            return Entry(record["cell"], change(Recipe(), **record["recipe"]), record)
+            return Entry(record["cell"], recorded(record["recipe"]), record)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}, line {number}, is not what `dcnet table` writes: {error}") from error
 

@@ -7,7 +7,7 @@ from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.folder import open_run
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
-from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe
+from dcnet.training.recipe import RECIPES, Recipe, change, make_recipe, read_recipe, recorded
 from dcnet.training.run import Run, build_model, find_runs, load, save_weights
 from dcnet.training.settings import autocast_of, settings
 from dcnet.training.tensorboard import TensorBoard
@@ -37,6 +37,7 @@ __all__ = [
     "open_data",
     "open_run",
     "read_recipe",
+    "recorded",
     "save_weights",
     "settings",
     "train",

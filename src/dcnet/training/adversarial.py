@@ -38,6 +38,18 @@ def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe:
             module.training = mode
 
 
+def seen_in_training(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe) -> Tensor:
+    """What the network sees of these images in a training step: themselves, adversarial ones in their place, or both."""
+    if recipe.adversarial == "none":
+        return images
+    changed = adversarial_images(model, images, labels, recipe)
+    return torch.cat([images, changed]) if _sees_both(recipe) else changed
+
+
+def _sees_both(recipe: Recipe) -> bool:
+    return recipe.adversarial == "trades" or recipe.adversarial_share < 1.0
+
+
 def _climb(model: nn.Module, start: Tensor, images: Tensor, labels: Tensor, loss: Loss, eps: float, step: float, steps: int) -> Tensor:
     """Steps along the sign of the gradient. Without looking at what they achieve, so that a GPU need not be waited for."""
     found = start
@@ -57,7 +69,7 @@ def adversarial_loss(net: Callable[[Tensor], Tensor], images: Tensor, changed: T
     """The loss, summed over the images, and the logits that training accuracy is counted by: of the images themselves, where they are seen."""
 
     share = recipe.adversarial_share
-    if recipe.adversarial != "trades" and share == 1.0:
+    if not _sees_both(recipe):
         logits = net(changed)
         return classification_loss(logits, labels, recipe), logits
     clean, attacked = net(torch.cat([images, changed])).chunk(2)  # together, as DistributedDataParallel wants it

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dcnet.layers import Block, WeightProjection, average_statistics_, orthogonal_penalty, parameter_groups, weight_gradients_
-from dcnet.models.resnet import Unit
+from dcnet.layers import WeightProjection, average_statistics_, orthogonal_penalty, weight_gradients_
 from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.folder import same_but_length
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
 from dcnet.training.loss import classification_loss
-from dcnet.training.plain_kernels import OrdinaryProjection, ordinary_layers
+from dcnet.training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
+from dcnet.training.plain_kernels import OrdinaryProjection
 from dcnet.training.ranks import Ranks
-from dcnet.training.recipe import Recipe, change
+from dcnet.training.recipe import Recipe, recorded
 from dcnet.training.run import Run, build_model
 from dcnet.training.schedule import Schedule
 from dcnet.training.settings import autocast_of
@@ -44,7 +44,7 @@ class Job:
         self.net: nn.Module = torch.compile(self.model) if recipe.compile else self.model  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = _together(self.net, ranks.device)
-        self.optimizer = _optimizer(self.model, recipe, ranks.device)
+        self.optimizer = make_optimizer(self.model, recipe, ranks.device)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=recipe.precision == "fp16")
         self.schedule = Schedule(recipe, steps)
         kind = OrdinaryProjection if recipe.plain_kernels == "projected" else WeightProjection
@@ -59,6 +59,7 @@ class Job:
         self.device_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=ranks.device)
         self.frozen = torch.zeros((), device=ranks.device)
+        self.calibrated: dict[str, Tensor] = {}  # averages an evaluation at this step has used, for those who load the network
         self.graph: Repeated | None = None
         self.eager_steps = 0
         self.saved_step, self._saved_at, self._saving = -1, -math.inf, 0.0
@@ -86,6 +87,7 @@ class Job:
             self.eager_steps += 1
         self.step += 1
         self.images += len(labels)
+        self.calibrated = {}
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
         """What a step does on the device, which the host does not wait for."""
@@ -185,9 +187,10 @@ class Job:
         sums = self.ranks.sum(self.sums.clone())  # ranks start again with equal shares
         if not self.ranks.first:
             return
-        tensors = with_prefix("model/", self.model.state_dict()) | with_prefix("optimizer/", _optimizer_tensors(self.optimizer))
+        tensors = with_prefix("model/", self.model.state_dict()) | with_prefix("optimizer/", optimizer_tensors(self.optimizer))
         if self.ema is not None:
             tensors |= with_prefix("ema/", self.ema.model.state_dict())
+        tensors |= with_prefix("calibrated/", self.calibrated)
         tensors |= {"random/cpu": torch.get_rng_state(), "sums": sums}
         if self.ranks.device.type == "cuda":
             tensors["random/cuda"] = torch.cuda.get_rng_state(self.ranks.device)
@@ -206,10 +209,10 @@ class Job:
     def restore(self, run: Run) -> None:
         """Goes on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
-        if not same_but_length(change(Recipe(), **state["recipe"]), self.recipe) or state["shape"] != self.shape:
+        if not same_but_length(recorded(state["recipe"]), self.recipe) or state["shape"] != self.shape:
             raise ValueError(f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again")
         self.model.load_state_dict(without_prefix("model/", tensors))
-        _load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
+        load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
         if self.ema is not None:
             self.ema.model.load_state_dict(without_prefix("ema/", tensors))
         self.step, self.seconds = state["step"], state["seconds"]
@@ -231,40 +234,6 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     switch = "forward_sync_buffers" if "forward_sync_buffers" in switches else "broadcast_buffers"  # its name before torch 2.13
     options: dict[str, Any] = {switch: False}
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
-
-
-def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """Adam or SGD; what decays is what the recipe says."""
-    shortcuts = {p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1}
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    kernels = {p for layer in ordinary_layers(model) for p in layer.parameters()}
-    slopes = {block.slope for block in blocks if block.slope is not None}
-    spared = slopes | (set() if recipe.decay_shortcuts else shortcuts) | (set() if recipe.decay_kernels else kernels)
-    groups = []
-    for group in parameter_groups(model, recipe.weight_decay):
-        groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
-    groups.append({"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0})
-    groups = [group for group in groups if group["params"]]
-    rate: Any = torch.tensor(recipe.lr, device=device) if recipe.graphs else recipe.lr  # a graph reads it anew
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-    return torch.optim.Adam(groups, lr=rate, fused=True, capturable=recipe.graphs)
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of every parameter, by its number among all."""
-    state = optimizer.state_dict()["state"]
-    return {f"{number}/{name}": value for number, values in state.items() for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Not by `load_state_dict`, which keeps the memory order they were saved in: fused optimisers want the parameters'."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for key, value in tensors.items():
-        number, name = key.split("/")
-        p = parameters[int(number)]
-        # in the memory order of the parameter; a count of steps has a shape of its own
-        optimizer.state[p][name] = torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value.to(p.device)
 
 
 def _start_from(model: nn.Module, folder: str) -> None:

@@ -15,7 +15,7 @@ from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefi
 from dcnet.training.own_formulas import check_formulas
 from dcnet.training.own_formulas import trust_formulas as execute_formulas
 from dcnet.training.plain_kernels import normalize_ordinary_
-from dcnet.training.recipe import Recipe, change, read_recipe
+from dcnet.training.recipe import Recipe, read_recipe, recorded
 from dcnet.util.files import append_line, write_atomically, write_json
 
 
@@ -149,14 +149,18 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The network with the weights of the last checkpoint (their moving average, where there is one), in evaluation mode."""
+        """The network with the weights of the last checkpoint (their moving average, where there is one), in evaluation mode.
+
+        Its running averages are those the evaluation at that checkpoint has used, where there was one.
+        """
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
         check_formulas(self.folder, self.recipe)
         tensors, state = load_checkpoint(self.checkpoint)
         model = build_model(self.recipe, state["shape"])
         try:
-            model.load_state_dict(without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors))
+            weights = without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors)
+            model.load_state_dict(weights | without_prefix("calibrated/", tensors))
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
@@ -191,7 +195,7 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     if metadata.get("format") != WEIGHTS:
         raise ValueError(f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}")
     about = json.loads(metadata["about"])
-    model = build_model(change(Recipe(), **about["recipe"]), about["shape"])
+    model = build_model(recorded(about["recipe"]), about["shape"])
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:

@@ -12,6 +12,7 @@ from torch import nn
 
 from dcnet.circumstances import circumstances
 from dcnet.data import FOLDER, ImageFolder, Resident, load_data
+from dcnet.training.calibration import calibrated
 from dcnet.training.callback import Callback, Callbacks
 from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
@@ -161,7 +162,7 @@ def _train(job: Job, run: Run, data: "Resident | ImageFolder", per_epoch: int, p
                 job.save(run)
             raise Interrupted(f"stopped at step {job.step} of {steps}")
     if evaluation is None:  # the run had reached its end, but not its result
-        evaluation = evaluate(job.evaluated, data, ranks, job.autocast, job.order)
+        evaluation = _evaluate(job, data, per_epoch)
     if ranks.first:
         run.finish(_result(job, data, evaluation, per_epoch))
         progress.end(run)
@@ -190,11 +191,7 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
     epoch = job.step / per_epoch
     job.average_statistics()
     due = job.step == steps or (whole and recipe.evaluate_every and round(epoch) % recipe.evaluate_every == 0)
-    evaluation = evaluate(job.evaluated, data, ranks, job.autocast, job.order) if due else None
-    if evaluation is not None and not math.isfinite(evaluation.loss):
-        images, _ = next(iter(data.test_batches(200)))
-        why = first_non_finite(job.evaluated.eval(), images)
-        raise NonFiniteLoss(f"the loss on the test images is not finite after step {job.step}: {why}", job.step, epoch)
+    evaluation = _evaluate(job, data, per_epoch) if due else None
     if whole:
         job.schedule.epoch_ended(100.0 - accuracy)
     job.epoch_ended()
@@ -211,6 +208,18 @@ def _end_epoch(job: Job, run: Run, data: "Resident | ImageFolder", steps: int, p
         progress.epoch(entry)
     if job.step == steps or job.save_is_due():
         job.save(run)
+    return evaluation
+
+
+def _evaluate(job: Job, data: "Resident | ImageFolder", per_epoch: int) -> Evaluation:
+    """The network on the test images, with running averages that fit its weights."""
+    with calibrated(job, data, per_epoch):
+        evaluation = evaluate(job.evaluated, data, job.ranks, job.autocast, job.order)
+        if not math.isfinite(evaluation.loss):
+            images, _ = next(iter(data.test_batches(200)))
+            why = first_non_finite(job.evaluated.eval(), images)
+            words = f"the loss on the test images is not finite after step {job.step}: {why}"
+            raise NonFiniteLoss(words, job.step, job.step / per_epoch)
     return evaluation
 
 
