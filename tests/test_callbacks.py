@@ -65,6 +65,11 @@ def test_all_are_closed_whatever_happens(tmp_path, monkeypatch):
     with pytest.raises(ArithmeticError):
         dcnet.train(recipe(), tmp_path / "other", device="cpu", quiet=True, callbacks=[first, second, third])
     assert [len(told.calls) for told in (first, second, third)] == [2, 2, 0]
+    # one that cannot be closed
+    first, second, third = Told(), Told(fails="close"), Told()
+    with pytest.raises(ArithmeticError):
+        dcnet.train(recipe(steps=1), tmp_path / "closed", device="cpu", quiet=True, callbacks=[first, second, third])
+    assert first.calls[-1] == third.calls[-1] == ("close",)
     # Ctrl-C
     monkeypatch.setattr(job.Job, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     told = Told()

@@ -203,7 +203,7 @@ def test_lists(tmp_path):
 
 
 def test_help():
-    for command in ("train", "evaluate", "predict", "runs", "attack", "figure", "report", "explore", "bench", "models", "operators"):
+    for command in ("train", "evaluate", "predict", "runs", "attack", "figure", "report", "explore", "bench", "table", "models", "operators"):
         long, short = call(command, "--help"), call(command, "-h")
         assert long.exit_code == 0
         assert long.output == short.output

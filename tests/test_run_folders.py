@@ -16,14 +16,19 @@ import dcnet
 from dcnet.training.checkpoint import load_checkpoint
 from dcnet.training.folder import Place
 from dcnet.training.recipe import change
+from dcnet.util import lock
 from dcnet.util.files import append_line, remove_partial, write_atomically
 from dcnet.util.lock import InUse, locked
 
+# With a child, such as a worker that loads images, which outlives it.
 HOLDER = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from dcnet.util.lock import locked
 with locked(Path(sys.argv[1])):
+    if os.fork() == 0:
+        sys.stdin.read()
+        os._exit(0)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -42,12 +47,11 @@ def train(folder=None, **options):
 def holder(tmp_path):
     """Another process that holds the lock of tmp_path/run."""
     (tmp_path / "run").mkdir()
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.communicate()  # ends its child
 
 
 def test_a_lock_names_the_other_process_and_ends_with_it(tmp_path, holder):
@@ -73,22 +77,20 @@ def test_a_lock_in_one_process(tmp_path):
         pass
 
 
-def test_a_child_does_not_keep_the_lock(tmp_path):
-    """Workers that load images outlive a killed process by seconds."""
-    reader, writer = os.pipe()
+def test_a_lock_that_is_released_while_it_is_opened(tmp_path, monkeypatch):
+    """The one who had it removes the file: what was opened is not what others will open."""
+    original, calls = lock._lock, []
+
+    def late(handle):
+        calls.append(handle)
+        if len(calls) == 1:
+            (tmp_path / ".lock").unlink()
+        original(handle)
+
+    monkeypatch.setattr(lock, "_lock", late)
     with locked(tmp_path):
-        child = os.fork()
-        if child == 0:
-            os.close(writer)
-            os.read(reader, 1)
-            os._exit(0)
-    try:
-        with locked(tmp_path):
-            pass
-    finally:
-        os.close(writer)
-        os.close(reader)
-        os.waitpid(child, 0)
+        assert len(calls) == 2
+        assert (tmp_path / ".lock").is_file()
 
 
 def test_no_locks_on_this_file_system(tmp_path, monkeypatch):

@@ -37,6 +37,9 @@ def _flag(name: str) -> Any:
     return kinds[0] | None
 
 
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
 def value_of_flag(name: str, given: Any) -> Any:
     """What a flag says, as the field takes it."""
     kinds = _kinds(name)
@@ -48,7 +51,8 @@ def value_of_flag(name: str, given: Any) -> Any:
             return tuple(parse_number(part) for part in given.split(",") if part)
         return parse_number(given) if kinds[0] is float else kinds[0](given)
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is not {getattr(kinds[0], '__name__', '')}", param_hint=f"--{name.replace('_', '-')}") from None
+        wanted = _WORDS.get(kinds[0], "numbers with commas between them")
+        raise typer.BadParameter(f"{given!r} is not {wanted}", param_hint=f"--{name.replace('_', '-')}") from None
 
 
 _KNOWN = {"data": NAMES, "model": list_models(), "magnitude": ["none", *magnitudes()], "angular": list(angulars())}

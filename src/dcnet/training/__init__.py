@@ -12,11 +12,13 @@ from dcnet.training.run import Run, build_model, find_runs, load, save_weights
 from dcnet.training.settings import autocast_of, settings
 from dcnet.training.tensorboard import TensorBoard
 from dcnet.training.trainer import open_data, train
+from dcnet.util.lock import InUse
 
 __all__ = [
     "RECIPES",
     "Callback",
     "Evaluation",
+    "InUse",
     "Interrupted",
     "NonFiniteLoss",
     "Ranks",
