@@ -137,7 +137,7 @@ def test_what_cannot_be_kept_is_said_before_computing(run, tmp_path, monkeypatch
     def computed(*_, **__):
         raise AssertionError("computed")
 
-    monkeypatch.setattr(attacking, "evaluate", computed)
+    monkeypatch.setattr(attacking, "attack_run", computed)
     file = run.folder / "attacks.json"
     for text, message in (("[{", "attacks.json is damaged"), ('{"a": 1}', "attacks.json is not what `dcnet attack` writes")):
         file.write_text(text)
@@ -158,7 +158,7 @@ def test_a_full_disk_loses_no_figures(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dcnet.training.run.write_atomically", full)
+    monkeypatch.setattr("dcnet.training.run.write_json", full)
     code, said = attack(run, *QUICK)
     assert code == 1
     assert "accuracy left" in said
@@ -209,4 +209,4 @@ def test_fractions_in_flags(tmp_path):
     assert float(dcnet.load(tmp_path / "run").stages[0].conv.effective_radius[0]) == 2.5
     result = CliRunner().invoke(app, ["train", "--lr", "fast"])
     assert result.exit_code == 2
-    assert "'fast' is not float" in result.output
+    assert "'fast' is not a number" in result.output

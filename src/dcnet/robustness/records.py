@@ -16,9 +16,17 @@ def eps_of(record: Record) -> float | None:
 
 
 def conditions(record: Record) -> tuple[Any, ...]:
-    """What the figures of two records must share to be of one set-up, beside the attack: ε, images, labels, source, arithmetic."""
+    """What the figures of two records must share to be of one set-up, beside the attack: ε, images, labels, source, arithmetic, statistics."""
     source = record.get("from") if record["transfer"] else None
-    return eps_of(record), record.get("images"), record["labels"], record["transfer"], source, bool(record.get("bf16"))
+    return (
+        eps_of(record),
+        record.get("images"),
+        record["labels"],
+        record["transfer"],
+        source,
+        bool(record.get("bf16")),
+        record.get("statistics", "running"),
+    )
 
 
 def in_words(record: Record) -> str:
@@ -26,7 +34,8 @@ def in_words(record: Record) -> str:
     found = [f"{entry['attack']} {entry['accuracy']:.2f}%" if "accuracy" in entry else f"{entry['attack']}" for entry in record["attacks"]]
     eps = "ε unknown" if eps_of(record) is None else f"ε·255 = {eps_of(record):g}"
     source = f", made on {record.get('from') or 'another network'}" if record["transfer"] else ""
-    extras = (", in bf16" if record.get("bf16") else "") + (", with a check-up" if "check-up" in record else "")
+    extras = ", with E of the batch" if record.get("statistics") == "batch" else ""
+    extras += (", in bf16" if record.get("bf16") else "") + (", with a check-up" if "check-up" in record else "")
     return f"{eps}, {record.get('images', '?')} images, {record['labels']} labels{source}{extras}: {', '.join(found) or 'no attack'}"
 
 
