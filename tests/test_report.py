@@ -276,3 +276,12 @@ def test_many_deep_runs(runs, tmp_path, count):
     if count == 20:
         assert time.perf_counter() - begun < 20.0
     assert path.stat().st_size < 250e3 * count
+
+
+def test_cells_of_a_table_link_to_its_page(runs, tmp_path):
+    """A page of tables beside the runs is named in their report; without one nothing is said."""
+    cell = tmp_path / "tables" / "runs" / "cell"
+    shutil.copytree(runs[0].folder, cell)
+    assert "the paper's tables" not in write_report([cell], tmp_path / "report").read_text()
+    (tmp_path / "tables" / "tables.html").write_text("")
+    assert '<a href="../tables/tables.html">the paper' in write_report([cell], tmp_path / "report").read_text()

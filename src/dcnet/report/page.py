@@ -1,9 +1,11 @@
 """The page itself: contents and pictures put into the template."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dcnet.figures import (
     draw_angles,
@@ -41,12 +43,21 @@ def write_report(folders: Sequence[str | Path], out: str | Path, data_root: str 
         raise ValueError(f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file ending in .html")
     shown = gather(folders, data_root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, printable(render(shown), keep="\n\t").encode())
+    write_atomically(path, printable(render(shown, _page_of_tables(shown, path)), keep="\n\t").encode())
     return path
 
 
-def render(shown: Sequence[Shown]) -> str:
-    """The page as text."""
+def _page_of_tables(shown: Sequence[Shown], path: Path) -> str:
+    """Return the link to the page that `dcnet table --render` has written beside runs that are its cells; empty where there is none."""
+    for one in shown:
+        for folder in list(one.run.folder.resolve().parents)[:2]:
+            if (folder / "tables.html").is_file():
+                return quote(Path(os.path.relpath(folder / "tables.html", path.parent.resolve())).as_posix())
+    return ""
+
+
+def render(shown: Sequence[Shown], tables: str = "") -> str:
+    """The page as text. tables: a link to a page of the paper's tables."""
     from jinja2 import Environment, FileSystemLoader
 
     here = Path(__file__).parent
@@ -55,6 +66,7 @@ def render(shown: Sequence[Shown]) -> str:
     environment.filters |= filters
     return environment.get_template("page.html.jinja").render(
         version=__version__,
+        tables=tables,
         style=(here / "style.css").read_text(),
         runs=shown,
         eps=common_eps(one.records for one in shown),

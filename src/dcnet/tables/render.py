@@ -80,7 +80,7 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
 def _about(table: Table, setting: Setting) -> str:
     share = SCHEDULES[setting.schedule]
     length = "the paper's schedule" if share == 1.0 else f"{share:g} of the paper's schedule"
-    words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch: ours, and the paper's in brackets. "
+    words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch. "
     words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
     if share != 1.0:
         words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
@@ -92,7 +92,7 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
     lines = []
     for setting, shown in settings_of(table, ledger, settings).items():
         lines += [
-            f"**{table.title}.** {_about(table, setting)}",
+            f"**{table.title}.** {_about(table, setting)} In brackets: the paper's.",
             "",
             "| | " + " | ".join(table.columns) + " |",
             "|---" * (1 + len(table.columns)) + "|",
@@ -151,4 +151,5 @@ def _html_cell(shown: Shown | None, higher_is_better: bool) -> str:
         return "<td></td>"
     color = _color(shown.difference, higher_is_better)
     style = f' style="{color}"' if color else ""
-    return f"<td{style}>{html.escape(shown.ours or '?')}<small>paper {html.escape(shown.paper)}</small></td>"
+    paper = "" if shown.cell.paper is None else f"<small>paper {html.escape(shown.paper)}</small>"
+    return f"<td{style}>{html.escape(shown.ours or '?')}{paper}</td>"
