@@ -79,7 +79,8 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
 
 def _about(table: Table, setting: Setting) -> str:
     share = SCHEDULES[setting.schedule]
-    length = "the paper's schedule" if share == 1.0 else f"{share:g} of the paper's schedule"
+    whole = "the paper's schedule" if table.base.startswith("paper") else f"the schedule of {table.base}"
+    length = whole if share == 1.0 else f"{share:g} of {whole}"
     words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch. "
     words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
     if share != 1.0:
@@ -91,15 +92,18 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
     """Return the table under every schedule, data set and precision it was measured with. settings: other fields of all cells."""
     lines = []
     for setting, shown in settings_of(table, ledger, settings).items():
+        compared = any(one.cell.paper is not None for one in shown.values())
         lines += [
-            f"**{table.title}.** {_about(table, setting)} In brackets: the paper's.",
+            f"**{table.title}.** {_about(table, setting)}{' In brackets: the paper’s.' if compared else ''}",
             "",
             "| | " + " | ".join(table.columns) + " |",
             "|---" * (1 + len(table.columns)) + "|",
         ]
         for row in table.rows:
             cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
-            lines.append(f"| {row} | " + " | ".join("" if one is None else f"{one.ours or '?'} ({one.paper})" for one in cells) + " |")
+            lines.append(
+                f"| {row} | " + " | ".join("" if one is None else f"{one.ours or '?'}{f' ({one.paper})' if compared else ''}" for one in cells) + " |"
+            )
         lines.append("")
     return "\n".join(lines).strip()
 
