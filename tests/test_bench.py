@@ -2,6 +2,7 @@
 
 import csv
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dcnet.bench import measure as measuring
 from dcnet.bench.cases import Shape, shapes_of
 from dcnet.bench.records import COLUMNS, read
 from dcnet.bench.straightforward import straightforward_
-from dcnet.bench.table import BEGIN, END
+from dcnet.bench.table import BEGIN, BRIEF, END
 from dcnet.cli import app
 
 CPU = torch.device("cpu")
@@ -123,3 +124,14 @@ def test_command_line(tmp_path):
     path.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="expected what, name"):
         read(path)
+
+
+@pytest.mark.parametrize(("page", "brief"), [("README.md", True), ("benchmarks/h200.md", False)])
+def test_pages_have_the_records_table(page, brief):
+    """Made by `dcnet bench --out benchmarks/results/h200.csv --render --into PAGE`, with --brief for the README."""
+    root = Path(__file__).parent.parent
+    rows = read(root / "benchmarks" / "results" / "h200.csv")
+    chosen = [row for row in rows if not brief or row["what"] == "network"]
+    assert render(chosen, brief) in (root / page).read_text()
+    if brief:
+        assert render(chosen, brief).count("\n| resnet32") + render(chosen, brief).count("\n| cnn9") == len(BRIEF) == 10

@@ -340,3 +340,23 @@ def test_the_name_of_the_input():
     """As nn.Conv2d and nn.Linear have it."""
     for layer, x in ((dcnet.DecoupledConv2d(3, 4, 3), torch.randn(1, 3, 5, 5)), (dcnet.DecoupledLinear(3, 4), torch.randn(2, 3))):
         assert torch.equal(layer.eval()(input=x), layer(x))
+
+
+def test_a_bias_for_a_layer_without_one():
+    """The error says what to do; with strict=False it is PyTorch's affair."""
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    with pytest.raises(RuntimeError, match=r'"0.bias \(a decoupled layer has no bias by default: make it with bias=True'):
+        nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.ReLU()).load_state_dict(plain.state_dict())
+    found = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.ReLU()).load_state_dict(plain.state_dict(), strict=False)
+    assert found.unexpected_keys == ["0.bias"]
+    nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3, bias=True), nn.ReLU()).load_state_dict(plain.state_dict())
+
+
+def test_back_to_plain_names():
+    """What is left loads strictly into the plain twin, with the same kernels."""
+    model = dcnet.create_model("cnn9_narrow", input_size=8, norm="batch", angular="sigmoid:k=learned")
+    plain = dcnet.create_model("cnn9_narrow", input_size=8, norm="batch", magnitude=None)
+    plain.load_state_dict(dcnet.plain_state_dict(model), strict=True)
+    torch.testing.assert_close(plain.stages[0].conv.weight, model.stages[0].conv.weight)
+    layer = dcnet.DecoupledConv2d(3, 4, 3)
+    assert list(dcnet.plain_state_dict(layer)) == ["weight"]

@@ -7,11 +7,23 @@ from dcnet.bench.cases import Case
 from dcnet.bench.records import CASE, Row
 
 BEGIN, END = "<!-- dcnet bench: begin -->", "<!-- dcnet bench: end -->"
+# What a reader wants to know first: our network at a large and a small batch, eager and compiled, cheap and costly operators.
+_STEP = "resnet32, training step, batch 512, bfloat16"
+BRIEF = (
+    *(f"{_STEP}, ours {operator}" for operator in ("tanh + cosine", "linear + cosine", "seg + square_cosine", "tanh + sigmoid")),
+    *(f"{_STEP}, {how} tanh + cosine" for how in ("ours compiled", "straightforward")),
+    "resnet32, training step, batch 128, bfloat16, ours tanh + cosine",
+    "cnn9, training step, batch 128, bfloat16, ours tanh + cosine",
+    "resnet32, inference, batch 512, bfloat16, ours tanh + cosine",
+    "resnet32, inference, batch 512, bfloat16, ours compiled tanh + cosine",
+)
 _TOGETHER = ("device", "torch", "triton", "commit")  # a ratio is taken within these
 
 
-def render(rows: Iterable[Row]) -> str:
-    """A Markdown table of time and peak memory, each as a ratio to the plain twin; the last record of a case counts."""
+def render(rows: Iterable[Row], brief: bool = False) -> str:
+    """A Markdown table of time and peak memory, each as a ratio to the plain twin; the last record of a case counts. brief: only BRIEF."""
+    if brief:
+        rows = [row for row in rows if not row["operator"] or _case(row).title in BRIEF]
     values: dict[tuple[str, ...], float] = {}
     order: dict[tuple[str, ...], Row] = {}
     for row in rows:
@@ -35,7 +47,7 @@ def render(rows: Iterable[Row]) -> str:
         setting = f"{row['batch']}, {row['dtype']}, {row['layout']}"
         lines.append(f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {kernels} | {memory} |")
     head = "| what | batch, dtype, layout | operator | provider | ms | time | kernels alone | memory |\n|---|---|---|---|---|---|---|---|"
-    circumstances = sorted({f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values()})
+    circumstances = sorted({f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values() if row["operator"]})
     return "\n".join(
         [
             head,

@@ -18,6 +18,7 @@ def bench(
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU even if there is a GPU.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit to put into the records, where the source is no repository.")] = None,
     render: Annotated[bool, typer.Option("--render", help="Measure nothing: only make the table of what is there.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="In the table only the ten rows that matter most.")] = False,
     into: Annotated[Path | None, typer.Option(help="Put the table into this file, between its marks.")] = None,
 ) -> None:
     """Measure what decoupling costs, as a ratio to the plain network in the same run."""
@@ -44,7 +45,7 @@ def bench(
             names = ", ".join(dict.fromkeys(case.name for case in possible))
             raise typer.BadParameter(f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match")
         rows = benchmarks.run(wanted, out, device, repeats, say, commit)
-    table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")])
+    table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")], brief)
     if into is None:
         typer.echo(table)
     else:

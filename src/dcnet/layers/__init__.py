@@ -10,7 +10,7 @@ from dcnet.layers.conv import (
     LazyDecoupledConv3d,
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
-from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.decoupled import Decoupled, decoupled_layers, plain_state_dict
 from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.optimisation import (
     WeightProjection,
@@ -48,6 +48,7 @@ __all__ = [
     "orthogonal_penalty",
     "orthonormal_penalty",
     "parameter_groups",
+    "plain_state_dict",
     "project_kernels_",
     "project_weights_",
     "recalibrate_",

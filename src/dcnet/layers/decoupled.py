@@ -30,6 +30,16 @@ STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
 Spec = str | Formula | Choice
 
 
+class _UnexpectedBias(str):
+    """The key of a bias that a layer has no place for. In the error of `load_state_dict`, which is made of such keys, it says what to do."""
+
+    def __format__(self, spec: str) -> str:
+        return (
+            f"{self!s} (a decoupled layer has no bias by default: make it with bias=True, or convert the plain network with "
+            "dcnet.decouple_, which keeps biases)"
+        )
+
+
 class Decoupled(nn.Module):
     """Mixed into a plain layer: same arguments, same `weight` and `bias` keys, other arithmetic.
 
@@ -189,11 +199,21 @@ class Decoupled(nn.Module):
         tracked = list(STARTS) if self.raw_radius is not None else []
         return tracked + [f"raw_{name}" for name in self.operator.learned]
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         # A plain layer's state has none of the extras: they keep what they are. With some of them, the missing ones are errors.
         if not any(prefix + name in state_dict for name in self._extras()):
             state_dict = state_dict | {prefix + name: self._kept(name, state_dict.get(prefix + "weight")) for name in self._extras()}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        unexpected_keys[:] = [_UnexpectedBias(key) if key == prefix + "bias" else key for key in unexpected_keys]
         self._apply(lambda t: t)  # statistics that came in half precision, with assign=True
 
     def _kept(self, name: str, weight: Tensor | None) -> Tensor:
@@ -251,6 +271,15 @@ def check_options(
     if not isinstance(sync, bool):
         raise ValueError(f"sync must be True or False, got {sync!r}")
     return operator
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of a model without what only decoupled layers have (radii, k, E{‖x‖}): it loads into the plain network, strictly.
+
+    The kernels are as they are, not normalized: the plain network with them is a start, not the same function.
+    """
+    extras = {f"{name}." * bool(name) + extra for name, layer in decoupled_layers(model).items() for extra in layer._extras()}
+    return {key: tensor for key, tensor in model.state_dict().items() if key not in extras}
 
 
 def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:
