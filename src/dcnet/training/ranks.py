@@ -1,5 +1,6 @@
 """The processes that train together: one, or those that torchrun has started."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,6 +61,24 @@ class Ranks:
             dist.barrier()
 
 
+_met: list[tuple[Any, int, int]] = []  # where the processes met, which they do once; this one's rank; how many they are
+_joined = itertools.count()
+
+
+def _join(backend: str) -> None:
+    """Join the processes that torchrun has started.
+
+    Each time under a name of its own: a group that is left and joined again at the same place may find what the last one has left there, and
+    wait for it forever.
+    """
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # not in every build of PyTorch
+
+    if not _met:
+        _met.append(next(rendezvous("env://")))
+    store, rank, world = _met[0]
+    dist.init_process_group(backend, store=PrefixStore(f"dcnet {next(_joined)}", store), rank=rank, world_size=world)
+
+
 @contextmanager
 def joined(device: str | None = None) -> Iterator[Ranks]:
     """This process among the others; under torchrun the group is joined here, and left at the end, unless the caller has done so."""
@@ -76,7 +95,7 @@ def joined(device: str | None = None) -> Iterator[Ranks]:
         torch.cuda.set_device(where)
     joins = world > 1 and not dist.is_initialized()
     if joins:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        _join("nccl" if kind == "cuda" else "gloo")
     try:
         if dist.is_available() and dist.is_initialized():
             yield Ranks(dist.get_rank(), dist.get_world_size(), where)
