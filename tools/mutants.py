@@ -301,8 +301,8 @@ MUTANTS = [
     Mutant(
         "training: parts not weighed",
         "training/job.py",
-        "recipe.label_smoothing) / size\n",
-        "recipe.label_smoothing) / len(their)\n",
+        "classification_loss(logits, their, recipe) / size\n",
+        "classification_loss(logits, their, recipe) / len(their)\n",
         "test_training.py",
     ),
     Mutant(
@@ -347,7 +347,7 @@ MUTANTS = [
     Mutant("figures: quartiles for radii", "figures/layers.py", "least, _, middle, _, most = np", "_, least, middle, most, _ = np", "test_drawn.py"),
     Mutant("figures: kernels without sign", "figures/layers.py", "0.5 * kernels / np", "0.5 * np.abs(kernels) / np", "test_drawn.py"),
     Mutant("figures: cosines without sign", "figures/layers.py", "return unit @ unit.T", "return np.abs(unit @ unit.T)", "test_drawn.py"),
-    Mutant("figures: ε not times 255", "figures/robustness.py", '(255.0 * point["eps"],', '(point["eps"],', "test_drawn.py"),
+    Mutant("figures: ε not times 255", "figures/robustness.py", '(255.0 * p["eps"],', '(p["eps"],', "test_drawn.py"),
     Mutant("figures: cross at the right ones", "figures/robustness.py", "'' if what['class'] ==", "'' if what['class'] !=", "test_drawn.py"),
     Mutant("figures: sign of the change", "figures/robustness.py", "0.5 * (changed - image)", "0.5 * (image - changed)", "test_drawn.py"),
     Mutant("figures: other quantiles", "figures/training.py", "for quantile in (1, 2, 3)", "for quantile in (0, 2, 4)", "test_drawn.py"),
@@ -361,7 +361,13 @@ MUTANTS = [
     Mutant("inspection: ε of colour images", "inspection/run.py", "_EPS_GREY = 0.1", "_EPS_GREY = EPS", "test_drawn.py"),
     Mutant("inspection: sine for cosine", "inspection/layers.py", ".clamp(-1.0, 1.0).acos()", ".clamp(-1.0, 1.0).asin()", "test_inspection.py"),
     Mutant("inspection: never made again", "inspection/run.py", "known.get(name) == value for", "name in known for", "test_inspection.py"),
-    Mutant("report: the best accuracy", "report/contents.py", "return min(entry[", "return max(entry[", "test_report.py"),
+    Mutant("report: the best accuracy", "robustness/records.py", "accuracy, attack = min(", "accuracy, attack = max(", "test_records.py"),
+    Mutant("tables: schedules mixed", "tables/table.py", "round(share * recipe.steps)", "round(recipe.steps)", "test_tables.py"),
+    Mutant("tables: chance counts as a result", "tables/ledger.py", "100.0 - 200.0 / ", "101.0 - 0.0 / ", "test_tables.py"),
+    Mutant("tables: done cells again", "tables/plan.py", "if ledger.find(recipe) is None or", "if True or", "test_tables.py"),
+    Mutant(
+        "tables: a classifier is projected", "models/parts.py", "normalized.constrained = False", "normalized.constrained = True", "test_models.py"
+    ),
     Mutant("explorer: division turned round", "explorer/javascript.py", 'ast.Div: "/"', 'ast.Div: "*"', "test_explorer.py"),
 ]
 
