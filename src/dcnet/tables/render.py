@@ -58,11 +58,12 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
     found: dict[Setting, dict[str, Shown]] = {}
     wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in by_identity.values())
     seeds = sorted({entry.recipe.seed for entry in by_identity.values()})
-    for schedule in SCHEDULES:
+    own_length = {"steps", "epochs"} & set(settings)  # then every schedule is as long
+    for schedule in ("",) if own_length else SCHEDULES:
         for data, precision in wheres:
             shown = {}
             for cell in table.cells:
-                own = table.recipe(cell, schedule, **settings)
+                own = table.recipe(cell, schedule or "paper", **settings)
                 if "data" in cell.fields and own.data != data:
                     continue
                 setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
@@ -78,12 +79,12 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
 
 
 def _about(table: Table, setting: Setting) -> str:
-    share = SCHEDULES[setting.schedule]
+    share = SCHEDULES.get(setting.schedule, 0.0)  # a length of its own is among the other settings
     whole = "the paper's schedule" if table.base.startswith("paper") else f"the schedule of {table.base}"
-    length = whole if share == 1.0 else f"{share:g} of {whole}"
+    length = whole if share == 1.0 else f"{share:g} of {whole}" if share else "a schedule of its own"
     words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch. "
     words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
-    if share != 1.0:
+    if share not in (0.0, 1.0):
         words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
     return f"{words} {table.note}".strip()
 
