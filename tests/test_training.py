@@ -22,7 +22,7 @@ from dcnet.training import Interrupted, NonFiniteLoss, find_runs, job, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
 from dcnet.training.optimizer import make_optimizer
 
-SMALL = {"epochs": 2.0, "batch": 256}  # five steps an epoch
+SMALL = {"epochs": 2.0, "batch": 256, "recalibrate": 2}  # five steps an epoch
 
 
 def recipe(**options):
