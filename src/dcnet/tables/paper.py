@@ -12,6 +12,8 @@ WITHOUT_DECAY = PLAIN | {"decay_kernels": False}
 _MAGNITUDES = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
 OPERATORS = {f"{name.capitalize()}Conv": Row(f"{name.capitalize()}Conv", {"magnitude": name}) for name in _MAGNITUDES}
 BASELINE, BASELINE_WITHOUT_DECAY = Row("Baseline", PLAIN), Row("Baseline, no ℓ2 on kernels", WITHOUT_DECAY)
+# Kernels treated as those of LinearConv are: what it gains beyond this row is not the normalized kernel's.
+BASELINE_PROJECTED = Row("Baseline, projected kernels", {"magnitude": None, "orthogonality": 0.0, "decay_kernels": False, "plain_kernels": "projected"})
 LINEAR, COSINE, SQUARE = (
     Row(name, {"angular": angular}) for name, angular in (("Linear", "linear"), ("Cosine", "cosine"), ("Sq. cosine", "square_cosine"))
 )
@@ -26,11 +28,12 @@ _CNN9 = Table(
     "Plain CNN-9 on CIFAR-100, with and without ReLU",
     "paper-cifar",
     grid(
-        [BASELINE, BASELINE_WITHOUT_DECAY, *OPERATORS.values()],
+        [BASELINE, BASELINE_WITHOUT_DECAY, BASELINE_PROJECTED, *OPERATORS.values()],
         [_activated(angular, activation) for activation in ("none", "relu") for angular in (COSINE, SQUARE)],
         {
             "Baseline": (58.24, "-", 26.01, "-"),
             "Baseline, no ℓ2 on kernels": ("-", "-", None, "-"),
+            "Baseline, projected kernels": ("-", "-", None, "-"),
             "SphereConv": (33.31, 25.90, 26.00, 26.97),
             "BallConv": (31.81, 25.43, 25.18, 26.48),
             "TanhConv": (32.27, 25.27, 25.15, 26.94),
