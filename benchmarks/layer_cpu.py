@@ -16,7 +16,13 @@ from torch import nn
 
 import dcnet
 
-OPERATORS = [("tanh", "cosine"), ("tanh", "linear"), ("seg", "square_cosine"), ("tanh", "sigmoid:k=learned"), ("linear", "cosine")]
+OPERATORS = [
+    ("tanh", "cosine"),
+    ("tanh", "linear"),
+    ("seg", "square_cosine"),
+    ("tanh", "sigmoid:k=learned"),
+    ("linear", "cosine"),
+]
 SHAPE = (32, 64, 32, 32)
 
 
@@ -41,7 +47,9 @@ def main() -> None:
         channels = SHAPE[1]
         layers: dict[str, nn.Module] = {"nn.Conv2d": nn.Conv2d(channels, channels, 3, padding=1, bias=False)}
         for magnitude, angular in OPERATORS:
-            layers[f"{magnitude} + {angular}"] = dcnet.DecoupledConv2d(channels, channels, 3, padding=1, magnitude=magnitude, angular=angular)
+            layers[f"{magnitude} + {angular}"] = dcnet.DecoupledConv2d(
+                channels, channels, 3, padding=1, magnitude=magnitude, angular=angular
+            )
         times: dict[str, list[float]] = {name: [] for name in layers}
         for layer in layers.values():
             layer.to(memory_format=memory_format)
@@ -52,10 +60,23 @@ def main() -> None:
         plain = statistics.median(times["nn.Conv2d"])
         for name, seconds in times.items():
             median = statistics.median(seconds)
-            rows.append({"layout": layout, "operator": name, "milliseconds": round(1e3 * median, 2), "ratio": round(median / plain, 3)})
+            rows.append(
+                {
+                    "layout": layout,
+                    "operator": name,
+                    "milliseconds": round(1e3 * median, 2),
+                    "ratio": round(median / plain, 3),
+                }
+            )
             print(f"{layout:14} {name:26} {1e3 * median:8.1f} ms   {median / plain:5.2f}")
     if options.json:
-        record = {"shape": SHAPE, "kernel": 3, "dtype": "float32", "threads": torch.get_num_threads(), "torch": torch.__version__}
+        record = {
+            "shape": SHAPE,
+            "kernel": 3,
+            "dtype": "float32",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
         record |= {"machine": platform.machine(), "repeats": options.repeats, "dcnet": dcnet.__version__, "rows": rows}
         with open(options.json, "w") as file:
             json.dump(record, file, indent=1)

@@ -9,7 +9,12 @@ import dcnet
 from dcnet.data import load_data
 from dcnet.report import write_report
 
-OPERATORS = {"plain CNN": None, "SphereConv": ("sphere", "cosine"), "TanhConv": ("tanh", "cosine"), "SegConv": ("seg", "square_cosine")}
+OPERATORS = {
+    "plain CNN": None,
+    "SphereConv": ("sphere", "cosine"),
+    "TanhConv": ("tanh", "cosine"),
+    "SegConv": ("seg", "square_cosine"),
+}
 
 EPS = 0.1  # of the attacks, in units where pixels go from 0 to 1
 CHECKED = 200  # images of the check-up: two standard errors are 7 points at most
@@ -26,14 +31,18 @@ runs = []
 for name, operator in OPERATORS.items():
     magnitude, angular = operator or (None, "cosine")
     console.rule(f"{name}: {'⟨w, x⟩' if operator is None else f'{magnitude} + {angular}'}")
-    run = dcnet.train(dcnet.make_recipe("demo", magnitude=magnitude, angular=angular), folder / name.replace(" ", "-").lower())
+    run = dcnet.train(
+        dcnet.make_recipe("demo", magnitude=magnitude, angular=angular), folder / name.replace(" ", "-").lower()
+    )
     runs.append(run.folder)
     result = run.result
     console.print(f"accuracy {result['accuracy']:.2f}% after {result['epochs']:g} epochs", highlight=False)
     record = next((done for done in run.attacks if done["eps"] == EPS), None)
     if record is None:
         # one after the other, each on the survivors of the last; the last one as strong as what the check-up compares it with
-        record = dcnet.robustness.evaluate(run.model, images, test.labels, "fgsm,pgd,pgd:steps=100:loss=margin", eps=EPS)
+        record = dcnet.robustness.evaluate(
+            run.model, images, test.labels, "fgsm,pgd,pgd:steps=100:loss=margin", eps=EPS
+        )
         check_up = dcnet.robustness.check_up(run.model, images[:CHECKED], test.labels[:CHECKED], EPS, queries=100)
         run.add_attack({**record, "check-up": check_up, "from": None, "bf16": False})
     under = [f"{record['attacks'][number]['accuracy']:.2f}%" for number in (0, -1)]
@@ -45,4 +54,7 @@ console.print(f"Run folders: {', '.join(str(run) for run in runs)}", highlight=F
 words = f"FGSM and PGD: accuracy under attack on all {len(images)} test images, every pixel changed by up to {EPS}"
 console.print(f"{words}; the report has a check-up and examples.", highlight=False)
 console.print(f"A report with curves, kernels, angles, attacks and whether to believe them: {report}", highlight=False)
-console.print("A trained network again: dcnet evaluate runs/demo/tanhconv; in Python: dcnet.load('runs/demo/tanhconv')", highlight=False)
+console.print(
+    "A trained network again: dcnet evaluate runs/demo/tanhconv; in Python: dcnet.load('runs/demo/tanhconv')",
+    highlight=False,
+)

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 import dcnet
-from dcnet.circumstances import circumstances
 from dcnet.data import load_data
 from dcnet.layers import decoupled_layers
 from dcnet.robustness import EPS
 from dcnet.training.settings import tf32
+from dcnet.util.provenance import provenance
 
 OPERATORS = {"plain": "none", "sphere": "sphere", "ball": "ball", "tanh": "tanh"}
 DCNET = [sys.executable, "-m", "dcnet"]
@@ -79,7 +79,10 @@ def run_all(queues, parallel, seconds):
         for entry in list(running):
             name, process, queue = entry
             if process.poll() is not None:
-                print(f"{name}: {'done' if process.returncode == 0 else f'exit status {process.returncode}, see its log'}", flush=True)
+                print(
+                    f"{name}: {'done' if process.returncode == 0 else f'exit status {process.returncode}, see its log'}",
+                    flush=True,
+                )
                 failed += [name] if process.returncode else []
                 running.remove(entry)
                 waiting += [queue] if queue else []
@@ -88,8 +91,13 @@ def run_all(queues, parallel, seconds):
                 process.send_signal(signal.SIGINT)
             for _, process, _ in running:
                 process.wait()
-            left = [name for _, _, queue in running for name, _, _ in queue] + [name for queue in waiting for name, _, _ in queue]
-            print(f"time is up; stopped: {', '.join(name for name, _, _ in running) or 'none'}; not begun: {', '.join(left) or 'none'}", flush=True)
+            left = [name for _, _, queue in running for name, _, _ in queue] + [
+                name for queue in waiting for name, _, _ in queue
+            ]
+            print(
+                f"time is up; stopped: {', '.join(name for name, _, _ in running) or 'none'}; not begun: {', '.join(left) or 'none'}",
+                flush=True,
+            )
             return failed
         time.sleep(0.5)
     return failed
@@ -100,8 +108,19 @@ def train(options):
     for name, flags in jobs(options.variants):
         folder = options.runs / name
         if not (folder / "result.json").is_file():
-            command = [*DCNET, "train", "--recipe", "paper-adversarial", "--run", str(folder), "--data-root", options.data_root]
-            queues.append([(name, [*command, *flags, *FAST, *shlex.split(options.flags)], options.runs / f"{name}.log")])
+            command = [
+                *DCNET,
+                "train",
+                "--recipe",
+                "paper-adversarial",
+                "--run",
+                str(folder),
+                "--data-root",
+                options.data_root,
+            ]
+            queues.append(
+                [(name, [*command, *flags, *FAST, *shlex.split(options.flags)], options.runs / f"{name}.log")]
+            )
     return run_all(queues, options.parallel, options.seconds)
 
 
@@ -114,17 +133,29 @@ def attack(options):
             continue
         of_the_tables = name.count("-") == 1  # the others have a variant or a seed behind
         done = {call for call, _ in calls_of(folder)}
-        calls = {"white": ["--attacks", WHITE, "--separate"], "predicted": ["--attacks", "fgsm,bim", "--separate", "--predicted", "--no-check"]}
+        calls = {
+            "white": ["--attacks", WHITE, "--separate"],
+            "predicted": ["--attacks", "fgsm,bim", "--separate", "--predicted", "--no-check"],
+        }
         if of_the_tables:
             calls["sizes"] = ["--attacks", "deepfool,deepfool:norm=linf", "--no-check"]
             for source in ("natural", "fgsm"):
-                calls[f"black {source}"] = ["--attacks", "fgsm,bim", "--separate", "--no-check", "--from", str(options.runs / f"{source}-source")]
+                calls[f"black {source}"] = [
+                    "--attacks",
+                    "fgsm,bim",
+                    "--separate",
+                    "--no-check",
+                    "--from",
+                    str(options.runs / f"{source}-source"),
+                ]
             if options.auto:
                 # many images at once: its thousands of steps wait for the host with few
                 calls["auto"] = ["--attacks", "auto:batch=5000", "--batch", "5000", "--no-check"]
         command, more = [*DCNET, "attack", str(folder), "--data-root", options.data_root], shlex.split(options.flags)
         log = options.runs / f"{name}.log"
-        queues.append([(f"{name} {call}", [*command, *flags, *more], log) for call, flags in calls.items() if call not in done])
+        queues.append(
+            [(f"{name} {call}", [*command, *flags, *more], log) for call, flags in calls.items() if call not in done]
+        )
     return run_all(queues, options.parallel, options.seconds)
 
 
@@ -174,14 +205,19 @@ def coupling(options):
         coupled = OfTheBatch(dcnet.load(folder).to(device).requires_grad_(False)).eval()
         with tf32(False):
             gradients = {"E frozen": _gradients(frozen, images, labels)[0]}
-            gradients["E of the batch"], gradients["E of the batch, each image's own loss"] = _gradients(coupled, images, labels, own=True)
-            result = {"images": count, "eps": EPS, **circumstances(torch.device(device))}
+            gradients["E of the batch"], gradients["E of the batch, each image's own loss"] = _gradients(
+                coupled, images, labels, own=True
+            )
+            result = {"images": count, "eps": EPS, **provenance(torch.device(device))}
             for way, gradient in gradients.items():
                 changed = (images + EPS * gradient.sign()).clamp(0.0, 1.0)
                 with torch.no_grad():
                     right = frozen(changed).argmax(1) == labels
                 same = gradient.sign() == gradients["E frozen"].sign()
-                result[way] = {"accuracy": 100.0 * right.float().mean().item(), "signs as with E frozen": 100.0 * same.float().mean().item()}
+                result[way] = {
+                    "accuracy": 100.0 * right.float().mean().item(),
+                    "signs as with E frozen": 100.0 * same.float().mean().item(),
+                }
         (folder / COUPLING).write_text(json.dumps(result) + "\n")
         print(f"{name}: {result}", flush=True)
 
@@ -192,7 +228,11 @@ def _gradients(model, images, labels, own=False):
     losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
     found = [torch.autograd.grad(losses.sum(), images, retain_graph=own)[0]]
     if own:
-        found.append(torch.stack([torch.autograd.grad(loss, images, retain_graph=True)[0][number] for number, loss in enumerate(losses)]))
+        found.append(
+            torch.stack(
+                [torch.autograd.grad(loss, images, retain_graph=True)[0][number] for number, loss in enumerate(losses)]
+            )
+        )
     return found
 
 
@@ -206,7 +246,12 @@ def calls_of(folder):
         elif result["labels"] == "predicted":
             yield "predicted", result
         else:
-            yield {("fgsm", "bim", "pgd"): "white", ("deepfool", "deepfool"): "sizes", ("auto",): "auto"}.get(tuple(names), "other"), result
+            yield (
+                {("fgsm", "bim", "pgd"): "white", ("deepfool", "deepfool"): "sizes", ("auto",): "auto"}.get(
+                    tuple(names), "other"
+                ),
+                result,
+            )
 
 
 def keep(options):
@@ -218,7 +263,9 @@ def keep(options):
             for file in ("recipe.json", "metrics.jsonl", "result.json", STATISTICS, COUPLING):
                 if (folder / file).is_file():
                     shutil.copy(folder / file, options.into / name / file)
-            attacks = [{**result, "from": result["from"] and Path(result["from"]).name} for _, result in calls_of(folder)]
+            attacks = [
+                {**result, "from": result["from"] and Path(result["from"]).name} for _, result in calls_of(folder)
+            ]
             if attacks:  # where the runs lay on that machine is nobody's business
                 (options.into / name / "attacks.json").write_text(json.dumps(attacks, ensure_ascii=False) + "\n")
 
@@ -230,7 +277,9 @@ def main():
     parser.add_argument("--data-root", default="data")
     parser.add_argument("--parallel", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1e9, help="when to stop, saving what is running")
-    parser.add_argument("--variants", nargs="*", default=[""], choices=list(VARIANTS), help="which networks; '' for those of the tables")
+    parser.add_argument(
+        "--variants", nargs="*", default=[""], choices=list(VARIANTS), help="which networks; '' for those of the tables"
+    )
     parser.add_argument("--flags", default="", help="more flags for each `dcnet train` or `dcnet attack`, as one text")
     parser.add_argument("--data", default="cifar10", help="of statistics and coupling")
     parser.add_argument("--limit", type=int, help="of statistics and coupling: only so many images")
@@ -238,7 +287,9 @@ def main():
     parser.add_argument("--into", type=Path, default=Path("results/robustness"), help="of keep: the folder")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    failed = {"train": train, "attack": attack, "statistics": statistics, "coupling": coupling, "keep": keep}[options.step](options)
+    failed = {"train": train, "attack": attack, "statistics": statistics, "coupling": coupling, "keep": keep}[
+        options.step
+    ](options)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the logs are in {options.runs}")
 

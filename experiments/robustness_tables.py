@@ -36,7 +36,11 @@ def of_batch(folder):
 
 def rendered(runs):
     """The tables as Markdown: ours, the paper's in brackets."""
-    found = {name: dict(calls_of(runs / name)) | of_batch(runs / name) for name, _ in jobs(VARIANTS) if (runs / name / "result.json").is_file()}
+    found = {
+        name: dict(calls_of(runs / name)) | of_batch(runs / name)
+        for name, _ in jobs(VARIANTS)
+        if (runs / name / "result.json").is_file()
+    }
     lines = []
     boxes = {
         "white": "White box",
@@ -75,7 +79,9 @@ def _variants(found):
     for training in ("natural", "fgsm"):
         for variant in VARIANTS:
             for call, labels in (("white", "true"), ("predicted", "predicted"), ("statistics", "true; E of the batch")):
-                results = [found.get("-".join(filter(None, (training, name, variant))), {}).get(call) for name in OPERATORS]
+                results = [
+                    found.get("-".join(filter(None, (training, name, variant))), {}).get(call) for name in OPERATORS
+                ]
                 if any(results):
                     cells = ["–" if result is None else _three(result) for result in results]
                     lines.append(f"| {', '.join(filter(None, (training, variant)))} | {labels} | {' | '.join(cells)} |")
@@ -84,11 +90,21 @@ def _variants(found):
 
 def _couplings(runs):
     """Accuracy, and share of the gradient's signs that are as with E frozen."""
-    found = {name: json.loads(path.read_text()) for name in OPERATORS if (path := runs / f"natural-{name}" / COUPLING).is_file()}
-    lines = ["| gradient of | " + " | ".join(f"natural {TITLES[name]}" for name in found) + " |", "|---" * (1 + len(found)) + "|"]
+    found = {
+        name: json.loads(path.read_text())
+        for name in OPERATORS
+        if (path := runs / f"natural-{name}" / COUPLING).is_file()
+    }
+    lines = [
+        "| gradient of | " + " | ".join(f"natural {TITLES[name]}" for name in found) + " |",
+        "|---" * (1 + len(found)) + "|",
+    ]
     words = {"E frozen": "the loss, E frozen", "E of the batch": "the batch's loss, E of the batch"}
     for way in (*words, "E of the batch, each image's own loss"):
-        cells = [f"{result[way]['accuracy']:.1f} (signs {result[way]['signs as with E frozen']:.0f}%)" for result in found.values()]
+        cells = [
+            f"{result[way]['accuracy']:.1f} (signs {result[way]['signs as with E frozen']:.0f}%)"
+            for result in found.values()
+        ]
         lines.append(f"| {words.get(way, 'each image’s own loss, E of the batch')} | {' | '.join(cells)} |")
     return lines
 
@@ -107,7 +123,9 @@ def main(arguments=None):
     parser.add_argument("--into", type=Path, default=Path("docs/robustness.md"))
     options = parser.parse_args(arguments)
     if not options.into.is_file():
-        raise SystemExit(f"{options.into} does not exist; it must have the lines {BEGIN} and {END}, for the tables to go between")
+        raise SystemExit(
+            f"{options.into} does not exist; it must have the lines {BEGIN} and {END}, for the tables to go between"
+        )
     render_into(options.into, rendered(options.runs), BEGIN, END)
 
 

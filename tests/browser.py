@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 
 
 def installed() -> str | None:
@@ -20,11 +27,15 @@ def installed() -> str | None:
 @contextmanager
 def launch() -> Iterator:
     """A Playwright browser; the test skips where Playwright or every Chromium is missing."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no browser test: Playwright is not installed (pip install playwright)")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="no browser test: Playwright is not installed (pip install playwright)"
+    )
     with sync_api.sync_playwright() as playwright:
         path = installed() or playwright.chromium.executable_path
         if not Path(path).exists():
-            pytest.skip(f"no browser test: {path} does not exist; set DCNET_CHROMIUM, or run 'playwright install chromium'")
+            pytest.skip(
+                f"no browser test: {path} does not exist; set DCNET_CHROMIUM, or run 'playwright install chromium'"
+            )
         browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
         try:
             yield browser

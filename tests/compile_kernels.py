@@ -10,13 +10,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcnet.ops.fused.launch import NormPlan, kernel_launchers
+from dcnet.ops.fused.layout import NormPlan, kernel_launchers
 from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan
 from dcnet.ops.operator import make_operator
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {"norm_batches": "*i64"}  # the others are half or float32, which only the maps differ in
-MAPS = ("d_ptr", "y_ptr", "residual_ptr", "e_ptr", "out_ptr", "grad_d", "grad_residual", "x_ptr", "grad_ptr", "unit_ptr")
+MAPS = (
+    "d_ptr",
+    "y_ptr",
+    "residual_ptr",
+    "e_ptr",
+    "out_ptr",
+    "grad_d",
+    "grad_residual",
+    "x_ptr",
+    "grad_ptr",
+    "unit_ptr",
+)
 
 
 def compile_launcher(launcher, pointers, half):
@@ -39,7 +50,9 @@ def compile_launcher(launcher, pointers, half):
                 signature[name] = "i32"
                 if value % 16 == 0:
                     attributes[i,] = [["tt.divisibility", 16]]
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=TARGET, options={"num_warps": launcher.warps})
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=TARGET, options={"num_warps": launcher.warps}
+    )
 
 
 def launchers(magnitude, angular, weighting, dtype):

@@ -24,7 +24,9 @@ settings.load_profile("dcnet")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(1)  # two pytest workers share two cores, and fixtures of a whole module come before those of its tests
+torch.set_num_threads(
+    1
+)  # two pytest workers share two cores, and fixtures of a whole module come before those of its tests
 
 
 @pytest.fixture(autouse=True)

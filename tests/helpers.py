@@ -74,7 +74,13 @@ def cases(draw, dims=(0, 1, 2, 3), smallest_patch=1) -> Case:
     size = [dilation[i] * (kernel[i] - 1) + 2 + draw(st.integers(0, 3)) for i in range(d)]
     size = [max(s, 3) for s in size]
     lead = () if draw(st.integers(0, 5)) == 0 else (batch,)
-    geometry = {"stride": tuple(stride), "padding": padding, "dilation": tuple(dilation), "groups": groups, "padding_mode": padding_mode}
+    geometry = {
+        "stride": tuple(stride),
+        "padding": padding,
+        "dilation": tuple(dilation),
+        "groups": groups,
+        "padding_mode": padding_mode,
+    }
     return Case(
         d,
         (*lead, per_group * groups, *size),
@@ -85,7 +91,9 @@ def cases(draw, dims=(0, 1, 2, 3), smallest_patch=1) -> Case:
     )
 
 
-def operands(case: Case, magnitude: str, angular: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+def operands(
+    case: Case, magnitude: str, angular: str, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> dict[str, Tensor]:
     """The tensors of a case by name, drawn from the seed, rounded to the dtype; the learned ones stay in float32 at least."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -108,7 +116,14 @@ def operands(case: Case, magnitude: str, angular: str, dtype: torch.dtype = torc
 
 
 def run(
-    case: Case, tensors: dict[str, Tensor], magnitude: str, angular: str, weighting: str | None, impl: str, mean_norm: Any = "batch", **options: Any
+    case: Case,
+    tensors: dict[str, Tensor],
+    magnitude: str,
+    angular: str,
+    weighting: str | None,
+    impl: str,
+    mean_norm: Any = "batch",
+    **options: Any,
 ):
     """Output and gradients by name; the incoming gradient is fixed and the same for every implementation."""
     y = FUNCTIONS[case.dims](
@@ -144,7 +159,9 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
     whole = max(float(e.norm()) for e in expected.values())
     for name, e in expected.items():
         error = float((actual[name] - e).norm())
-        assert error <= tolerance * max(float(e.norm()), 1e-3 * whole), f"{name}: error {error:.2e} of {float(e.norm()):.2e}"
+        assert error <= tolerance * max(float(e.norm()), 1e-3 * whole), (
+            f"{name}: error {error:.2e} of {float(e.norm()):.2e}"
+        )
 
 
 def rms(t: Tensor) -> float:
@@ -159,7 +176,9 @@ def assert_within_rule(actual: dict[str, Tensor], reference: dict[str, Tensor], 
         ulps = 16 if e.numel() < 256 else 4
         allowed = 2 * rms(r.double() - e) + ulps * torch.finfo(a.dtype).eps * rms(e)
         error = rms(a.double() - e)
-        assert error <= allowed, f"{name}: RMS error {error:.3e}, allowed {allowed:.3e} (reference {rms(r.double() - e):.3e}, size {rms(e):.3e})"
+        assert error <= allowed, (
+            f"{name}: RMS error {error:.3e}, allowed {allowed:.3e} (reference {rms(r.double() - e):.3e}, size {rms(e):.3e})"
+        )
 
 
 def in_two_processes(worker):
@@ -181,6 +200,8 @@ def attack_briefly(run: dcnet.training.Run) -> None:
         right = (model(test.images / 255.0).argmax(1) == test.labels).nonzero().squeeze(1)[:10]
     assert len(right) > 5
     images, labels = test.images[right] / 255.0, test.labels[right]
-    result = dcnet.robustness.evaluate(model, images, labels, "fgsm,deepfool:iterations=10,deepfool:norm=linf:iterations=10", eps=0.1)
+    result = dcnet.robustness.evaluate(
+        model, images, labels, "fgsm,deepfool:iterations=10,deepfool:norm=linf:iterations=10", eps=0.1
+    )
     result["check-up"] = dcnet.robustness.check_up(model, images[:5], labels[:5], 0.1, iterations=2, queries=3)
     run.add_attack({**result, "from": None, "bf16": False})

@@ -13,23 +13,22 @@ ROOT = Path(dcnet.__file__).parent
 # Each part of the package, and the parts it may import.
 ALLOWED = {
     "version": set(),
-    "circumstances": set(),
     "util": set(),
-    "formulas": set(),
-    "ops": {"formulas"},
-    "layers": {"formulas", "ops"},
-    "models": {"formulas", "ops", "layers"},
-    "data": {"formulas"},
-    "training": {"util", "version", "circumstances", "formulas", "ops", "layers", "models", "data", "robustness"},
+    "formulas": {"util"},
+    "ops": {"util", "formulas"},
+    "layers": {"util", "formulas", "ops"},
+    "models": {"util", "formulas", "ops", "layers"},
+    "data": {"util", "formulas"},
+    "training": {"util", "version", "formulas", "ops", "layers", "models", "data", "robustness"},
     "inspection": {"util", "ops", "layers", "models", "data", "robustness", "training"},
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
     "report": {"util", "version", "training", "inspection", "figures", "robustness"},
     "tables": {"util", "formulas", "training"},
-    "robustness": {"formulas"},
-    "bench": {"util", "circumstances", "formulas", "ops", "layers", "models"},
+    "robustness": {"util", "formulas"},
+    "bench": {"util", "formulas", "ops", "layers", "models"},
     "cli": {
-        *("util", "circumstances", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
+        *("util", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
         *("inspection", "figures", "report", "explorer", "bench", "tables", ""),
     },
     "__main__": {"cli"},
@@ -49,7 +48,11 @@ def imported_parts(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide where a name comes from"
-            modules |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "dcnet" else {node.module or ""}
+            modules |= (
+                {f"{node.module}.{alias.name}" for alias in node.names}
+                if node.module == "dcnet"
+                else {node.module or ""}
+            )
         elif isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
     return {module.split(".")[1] if "." in module else "" for module in modules if module.split(".")[0] == "dcnet"}
@@ -86,8 +89,14 @@ assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 print(seconds, of_torch)
 """
-    code = "import time\nstart = time.perf_counter()\nimport torch, sys\nof_torch = time.perf_counter() - start\nbefore = set(sys.modules)\n" + code
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
+    code = (
+        "import time\nstart = time.perf_counter()\nimport torch, sys\nof_torch = time.perf_counter() - start\nbefore = set(sys.modules)\n"
+        + code
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
     # on a busy machine everything takes longer, PyTorch too
     assert any(float(seconds) < max(0.3, 0.15 * float(of_torch)) for seconds, of_torch in runs), runs
 

@@ -46,12 +46,20 @@ def test_every_case_has_its_plain_twin():
         for what in ("all", "networks", "layers"):
             wanted = list(cases(cuda, what))
             assert {case.plain for case in wanted} <= set(wanted)
-    quick = [case.operator for case in cases(True, "networks", quick=True) if case.provider == "ours" and case.mode == "training step"]
-    assert {operator for operator in quick if operator.endswith("+ cosine")} == {f"{name} + cosine" for name in dcnet.magnitudes()}
+    quick = [
+        case.operator
+        for case in cases(True, "networks", quick=True)
+        if case.provider == "ours" and case.mode == "training step"
+    ]
+    assert {operator for operator in quick if operator.endswith("+ cosine")} == {
+        f"{name} + cosine" for name in dcnet.magnitudes()
+    }
 
 
 @pytest.mark.parametrize(
-    "case", [LAYER, LAYER.plain, Case(**{**vars(LAYER), "mode": "forward", "provider": "straightforward"}), NETWORK], ids=lambda c: c.provider
+    "case",
+    [LAYER, LAYER.plain, Case(**{**vars(LAYER), "mode": "forward", "provider": "straightforward"}), NETWORK],
+    ids=lambda c: c.provider,
 )
 def test_a_measurement(case):
     (measures,) = measuring.measure([case], CPU, 3)
@@ -82,12 +90,26 @@ def test_records_are_kept_and_not_made_twice(tmp_path, monkeypatch):
 
 
 def record(case, metric, value):
-    rest = {"p20": "0", "p50": str(value), "p80": "0", "repeats": "3", "device": "GPU", "torch": "2", "triton": "", "python": "3", "commit": "a"}
+    rest = {
+        "p20": "0",
+        "p50": str(value),
+        "p80": "0",
+        "repeats": "3",
+        "device": "GPU",
+        "torch": "2",
+        "triton": "",
+        "python": "3",
+        "commit": "a",
+    }
     return {**{key: str(item) for key, item in vars(case).items()}, "metric": metric, **rest, "note": ""}
 
 
 def test_the_table_has_ratios(tmp_path):
-    rows = [record(LAYER.plain, "milliseconds", 2.0), record(LAYER, "milliseconds", 3.0), record(LAYER.plain, "peak MiB", 10.0)]
+    rows = [
+        record(LAYER.plain, "milliseconds", 2.0),
+        record(LAYER, "milliseconds", 3.0),
+        record(LAYER.plain, "peak MiB", 10.0),
+    ]
     rows.append(record(LAYER, "peak MiB", 11.0))
     table = render(rows)
     assert "| tanh + cosine | ours | 3 | 1.50 |  | 1.10 |" in table
@@ -116,7 +138,9 @@ def test_command_line(tmp_path):
     assert "| ours |" not in result.output
     result = CliRunner().invoke(app, ["bench", "--cpu", "--match", "cnn99"])
     assert result.exit_code == 2
-    assert "nothing to measure has 'cnn99' in its line; there are cnn9_narrow, 32→32" in " ".join(result.output.replace("│", " ").split())
+    assert "nothing to measure has 'cnn99' in its line; there are cnn9_narrow, 32→32" in " ".join(
+        result.output.replace("│", " ").split()
+    )
     one = "128→128, 3×3/1, 8×8, forward, batch 16, float32, ours tanh + cosine"
     measured = CliRunner().invoke(app, ["bench", "--cpu", "--match", one, "--out", str(tmp_path / "one.csv")])
     assert measured.exit_code == 0, measured.output

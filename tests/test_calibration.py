@@ -7,10 +7,15 @@ import pytest
 import torch
 
 import dcnet
-from dcnet.training import Interrupted, job
+from dcnet.training import Interrupted, state
 from dcnet.training.checkpoint import load_checkpoint
 
-OPERATORS = {"plain": (None, "cosine"), "sphere": ("sphere", "cosine"), "tanh": ("tanh", "cosine"), "seg": ("seg", "square_cosine")}
+OPERATORS = {
+    "plain": (None, "cosine"),
+    "sphere": ("sphere", "cosine"),
+    "tanh": ("tanh", "cosine"),
+    "seg": ("seg", "square_cosine"),
+}
 
 
 def train(folder, name=None, **options):
@@ -58,7 +63,10 @@ TRACELESS = {
 @pytest.mark.parametrize("options", TRACELESS.values(), ids=TRACELESS)
 def test_evaluations_leave_no_trace_in_what_is_trained(tmp_path, options):
     """Weights, averages of training, optimizer and random numbers are the same with and without: also where images are made on those averages."""
-    runs = [train(tmp_path / str(batches), **{"epochs": 2.0, "batch": 256, "recalibrate": batches} | options) for batches in (0, 3)]
+    runs = [
+        train(tmp_path / str(batches), **{"epochs": 2.0, "batch": 256, "recalibrate": batches} | options)
+        for batches in (0, 3)
+    ]
     without, with_them = (load_checkpoint(run.checkpoint)[0] for run in runs)
     found = {name for name in with_them if name.startswith("calibrated/")}
     assert found
@@ -78,17 +86,21 @@ def test_the_loaded_network_is_the_evaluated_one(tmp_path, options):
     assert 100.0 * float(right.float().mean()) == pytest.approx(run.accuracy)
 
 
-@pytest.mark.parametrize(("stop", "options"), [(40, {}), (44, {"evaluate_every": 0})], ids=["within an epoch", "after one without an evaluation"])
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [(40, {}), (44, {"evaluate_every": 0})],
+    ids=["within an epoch", "after one without an evaluation"],
+)
 def test_an_interrupted_network_can_be_used(tmp_path, monkeypatch, stop, options):
     """Also where no evaluation came before the checkpoint."""
-    original = job.Job.train_step
+    original = state.TrainingState.train_step
 
     def step(self, images, labels):
         original(self, images, labels)
         if self.step == stop:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(job.Job, "train_step", step)
+    monkeypatch.setattr(state.TrainingState, "train_step", step)
     with pytest.raises(Interrupted, match=f"stopped at step {stop}"):
         train(tmp_path / "run", "demo", **options)
     test = dcnet.data.load_data("digits").test
@@ -106,7 +118,12 @@ def test_more_batches_than_an_epoch_has(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_graph_goes_on_with_the_averages_of_training(tmp_path):
     options = {"epochs": 3.0, "batch": 128, "norm": "batch", "graphs": True, "deterministic": True}
-    runs = [dcnet.train(dcnet.make_recipe(**options, recalibrate=batches), tmp_path / str(batches), device="cuda", quiet=True) for batches in (0, 3)]
+    runs = [
+        dcnet.train(
+            dcnet.make_recipe(**options, recalibrate=batches), tmp_path / str(batches), device="cuda", quiet=True
+        )
+        for batches in (0, 3)
+    ]
     without, with_them = (load_checkpoint(run.checkpoint)[0] for run in runs)
     for name, tensor in without.items():
         assert torch.equal(tensor, with_them[name]), name

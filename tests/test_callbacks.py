@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 import dcnet
-from dcnet.training import job
+from dcnet.training import state
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text(), re.DOTALL
+)
 
 
 def recipe(**options):
@@ -71,7 +73,7 @@ def test_all_are_closed_whatever_happens(tmp_path, monkeypatch):
         dcnet.train(recipe(steps=1), tmp_path / "closed", device="cpu", quiet=True, callbacks=[first, second, third])
     assert first.calls[-1] == third.calls[-1] == ("close",)
     # Ctrl-C
-    monkeypatch.setattr(job.Job, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(state.TrainingState, "train_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     told = Told()
     with pytest.raises(KeyboardInterrupt):
         dcnet.train(recipe(), tmp_path / "third", device="cpu", quiet=True, callbacks=[told])
@@ -79,7 +81,9 @@ def test_all_are_closed_whatever_happens(tmp_path, monkeypatch):
 
 
 def test_what_is_no_callback(tmp_path):
-    with pytest.raises(TypeError, match=r"callbacks must be instances of dcnet.Callback, got .*Told'>; make one of it: Told\(…\)"):
+    with pytest.raises(
+        TypeError, match=r"callbacks must be instances of dcnet.Callback, got .*Told'>; make one of it: Told\(…\)"
+    ):
         dcnet.train(recipe(), tmp_path / "run", callbacks=[Told])
     with pytest.raises(TypeError, match=r"got <built-in function print>"):
         dcnet.train(recipe(), tmp_path / "run", callbacks=[print])
@@ -106,7 +110,11 @@ def test_the_examples_of_the_documentation(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     # train less than the documentation says
     original = dcnet.make_recipe
-    monkeypatch.setattr(dcnet, "make_recipe", lambda name, **options: original(name, **options, batch=721, magnitude=None, augment="none"))
+    monkeypatch.setattr(
+        dcnet,
+        "make_recipe",
+        lambda name, **options: original(name, **options, batch=721, magnitude=None, augment="none"),
+    )
     first, second = BLOCKS
     found: dict = {}
     exec(first, found)

@@ -65,16 +65,16 @@ def assert_same(actual, expected):
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the kernels that were launched."""
-    from dcnet.ops.fused import fast
+    from dcnet.ops.fused import launcher
 
     names = []
-    launch = fast.Launcher.__call__
+    launch = launcher.Launcher.__call__
 
     def noted(self, memory, *floats):
         names.append(self.kernel.fn.__name__)
         launch(self, memory, *floats)
 
-    monkeypatch.setattr(fast.Launcher, "__call__", noted)
+    monkeypatch.setattr(launcher.Launcher, "__call__", noted)
     return names
 
 
@@ -85,7 +85,9 @@ def test_units(activation, last, launched):
     for impl in ("reference", "fused"):
         torch.manual_seed(0)
         parts = Parts(angular="linear", activation=activation, options={"impl": impl})
-        net = livened(Chain(parts.block(3, 8), Unit(parts, 8, 8, 1, last), Unit(parts, 8, 64, 2, last), parts.block(64, 8)))
+        net = livened(
+            Chain(parts.block(3, 8), Unit(parts, 8, 8, 1, last), Unit(parts, 8, 64, 2, last), parts.block(64, 8))
+        )
         x = images(size=4)
         found.append(results(net, x if last else x.to(memory_format=torch.channels_last)))
     assert_same(found[1], found[0])
@@ -121,7 +123,9 @@ def test_only_where_somebody_takes_it(launched):
     assert launched.count("box") == 2 * 3
     carry = Carry()
     carry.enter(wanted=True)
-    odd = Block(dcnet.DecoupledConv2d(3, 12, 3, impl="fused"), nn.BatchNorm2d(12)).to(DEVICE)  # 3 maps for 12 channels are no gain
+    odd = Block(dcnet.DecoupledConv2d(3, 12, 3, impl="fused"), nn.BatchNorm2d(12)).to(
+        DEVICE
+    )  # 3 maps for 12 channels are no gain
     odd(images(), carry=carry)
     assert carry.left is None
     carry.enter(wanted=True)
@@ -158,7 +162,9 @@ def test_hooks_that_change_what_passes(where, compiled):
             handle = net[1].register_forward_pre_hook(shifted)
         elif where == "everywhere":
             first = net[0]
-            handle = nn.modules.module.register_module_forward_hook(lambda *a, first=first: shifted(*a) if a[0] is first else None)
+            handle = nn.modules.module.register_module_forward_hook(
+                lambda *a, first=first: shifted(*a) if a[0] is first else None
+            )
         else:
             handle = (net[0] if where == "block" else net[0].conv).register_forward_hook(shifted)
         if compiled and impl == "fused":
@@ -264,7 +270,9 @@ def test_a_block_that_takes_and_leaves_nothing():
     nets = []
     for impls in (("reference",) * 3, ("fused", "eager", "fused")):
         torch.manual_seed(0)
-        blocks = [Parts(options={"impl": impl}).block(channels, 8) for impl, channels in zip(impls, (3, 8, 8), strict=True)]
+        blocks = [
+            Parts(options={"impl": impl}).block(channels, 8) for impl, channels in zip(impls, (3, 8, 8), strict=True)
+        ]
         nets.append(livened(Chain(*blocks)))
     assert_same(results(nets[1], images()), results(nets[0], images()))
 

@@ -67,18 +67,34 @@ def test_train_evaluate_runs(tmp_path):
     again = call("train", "--resume", str(run), "--device", "cpu")
     assert again.exit_code == 0
     # a file of a recipe, changed by a flag
-    other = call("train", "--recipe", str(run / "recipe.json"), "--seed", "3", "--device", "cpu", "--run", str(tmp_path / "other"))
+    other = call(
+        "train",
+        "--recipe",
+        str(run / "recipe.json"),
+        "--seed",
+        "3",
+        "--device",
+        "cpu",
+        "--run",
+        str(tmp_path / "other"),
+    )
     assert other.exit_code == 0
     assert dcnet.Run(tmp_path / "other").recipe.seed == 3
 
 
 def test_train_errors(tmp_path):
     for arguments, message in [
-        (["--data", "cifar10", "--data-root", str(tmp_path)], "cifar-10-batches-bin/data_batch_1.bin is missing (and 5 more)"),
+        (
+            ["--data", "cifar10", "--data-root", str(tmp_path)],
+            "cifar-10-batches-bin/data_batch_1.bin is missing (and 5 more)",
+        ),
         (["--recipe", "paper"], "unknown recipe 'paper'"),
         (["--recipe", "nothing.json"], "nothing.json"),
         (["--resume", str(tmp_path)], "is not a run folder"),
-        (["--resume", str(tmp_path), "--lr", "0.1", "--epochs", "3"], "--lr cannot change it. Possible: --epochs, --steps"),
+        (
+            ["--resume", str(tmp_path), "--lr", "0.1", "--epochs", "3"],
+            "--lr cannot change it. Possible: --epochs, --steps",
+        ),
         (["--resume", str(tmp_path), "--overwrite"], "--overwrite cannot change it"),
         (["--resume", ""], "it is empty; possible: the path of a folder"),
         (["--milestones", "a,b"], "Invalid value for --milestones: 'a,b' is not numbers with commas between them"),
@@ -87,7 +103,11 @@ def test_train_errors(tmp_path):
         (["--device", "cuda:9"], "unknown device 'cuda:9'; possible: cpu, cuda"),
         (["--schedule", "cosin"], "unknown schedule 'cosin'"),
     ]:
-        result = call("train", *arguments, "--run", str(tmp_path / "run")) if "--resume" not in arguments else call("train", *arguments)
+        result = (
+            call("train", *arguments, "--run", str(tmp_path / "run"))
+            if "--resume" not in arguments
+            else call("train", *arguments)
+        )
         assert result.exit_code in (1, 2), arguments
         assert message in " ".join(result.output.split()), result.output
     assert not (tmp_path / "run").exists()
@@ -105,12 +125,36 @@ def test_every_field_is_a_flag():
 def test_attack(tmp_path):
     run = tmp_path / "run"
     assert call("train", "--magnitude", "none", "--steps", "20", "--device", "cpu", "--run", str(run)).exit_code == 0
-    flags = ["--attacks", "fgsm,bim:steps=2", "--eps", "0.1", "--limit", "40", "--check-images", "10", "--device", "cpu"]
+    flags = [
+        "--attacks",
+        "fgsm,bim:steps=2",
+        "--eps",
+        "0.1",
+        "--limit",
+        "40",
+        "--check-images",
+        "10",
+        "--device",
+        "cpu",
+    ]
     shown = call("attack", str(run), *flags)
     assert shown.exit_code == 0, shown.output
     assert "bim:iterations=2" in shown.output
     assert "Check-up:" in shown.output
-    transfer = call("attack", str(run), "--attacks", "fgsm", "--from", str(run), "--limit", "20", "--no-check", "--device", "cpu", "--separate")
+    transfer = call(
+        "attack",
+        str(run),
+        "--attacks",
+        "fgsm",
+        "--from",
+        str(run),
+        "--limit",
+        "20",
+        "--no-check",
+        "--device",
+        "cpu",
+        "--separate",
+    )
     assert transfer.exit_code == 0, transfer.output
     first, second = json.loads((run / "attacks.json").read_text())
     assert (first["images"], first["eps"], len(first["attacks"])) == (40, 0.1, 2)
@@ -129,7 +173,11 @@ def test_attack(tmp_path):
 
 def test_one_odd_run_does_not_hide_the_others(tmp_path):
     call("train", "--data", "digits", "--steps", "1", "--batch", "8", "--run", str(tmp_path / "good run"))
-    for name, file, text in (("cut", "result.json", '{"accuracy": 9'), ("other", "result.json", "{}"), ("bare", "metrics.jsonl", '{"epoch": 1}\n')):
+    for name, file, text in (
+        ("cut", "result.json", '{"accuracy": 9'),
+        ("other", "result.json", "{}"),
+        ("bare", "metrics.jsonl", '{"epoch": 1}\n'),
+    ):
         shutil.copytree(tmp_path / "good run", tmp_path / name)
         (tmp_path / name / "result.json").unlink()
         (tmp_path / name / file).write_text(text)
@@ -140,7 +188,9 @@ def test_one_odd_run_does_not_hide_the_others(tmp_path):
     assert "line 1 lacks one of epoch, seconds, step" in shown
     result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "other")])
     assert result.exit_code == 1
-    assert f"remove it, and have it made again: dcnet train --resume {tmp_path / 'other'}" in " ".join(result.output.split())
+    assert f"remove it, and have it made again: dcnet train --resume {tmp_path / 'other'}" in " ".join(
+        result.output.split()
+    )
     (tmp_path / "other" / "result.json").unlink()
     call("train", "--resume", str(tmp_path / "other"))
     assert (tmp_path / "other" / "result.json").read_text().startswith("{")
@@ -148,7 +198,9 @@ def test_one_odd_run_does_not_hide_the_others(tmp_path):
 
 def test_formulas_of_ones_own_in_every_command(tmp_path, catalogue):
     file = tmp_path / "mine.py"
-    file.write_text('import dcnet\n\n@dcnet.angular\ndef tests_cli_third(c):\n    """a third of cos θ"""\n    return 0.3 * c, 0.3\n')
+    file.write_text(
+        'import dcnet\n\n@dcnet.angular\ndef tests_cli_third(c):\n    """a third of cos θ"""\n    return 0.3 * c, 0.3\n'
+    )
     run, own = str(tmp_path / "run"), ("--formulas", str(file))
 
     def in_process(*arguments):
@@ -158,7 +210,22 @@ def test_formulas_of_ones_own_in_every_command(tmp_path, catalogue):
         assert result.exit_code == 0, result.output
         return result.output
 
-    in_process("train", "--data", "digits", "--model", "cnn6_2d", "--steps", "1", "--batch", "8", "--angular", "tests_cli_third", "--run", run, *own)
+    in_process(
+        "train",
+        "--data",
+        "digits",
+        "--model",
+        "cnn6_2d",
+        "--steps",
+        "1",
+        "--batch",
+        "8",
+        "--angular",
+        "tests_cli_third",
+        "--run",
+        run,
+        *own,
+    )
     assert "class" in in_process("evaluate", run, *own)
     assert "fgsm" in in_process("attack", run, "--attacks", "fgsm", "--limit", "4", "--no-check", *own)
     (tmp_path / "run" / "inspection.json").unlink()

@@ -19,7 +19,15 @@ from dcnet.cli import app
 from dcnet.data import NAMES, load_data
 from dcnet.training import RECIPES
 
-ODD = ["a[red]b[/none]", "[", os.fsdecode(b"byte \xff"), os.fsdecode(b"byte \xfe"), "日本 😀", "two\nlines \x1b[31m", ":smile: $x$ <b>"]
+ODD = [
+    "a[red]b[/none]",
+    "[",
+    os.fsdecode(b"byte \xff"),
+    os.fsdecode(b"byte \xfe"),
+    "日本 😀",
+    "two\nlines \x1b[31m",
+    ":smile: $x$ <b>",
+]
 
 
 def call(*arguments):
@@ -101,7 +109,9 @@ for arguments in (["runs", sys.argv[1]], ["operators"], ["evaluate", sys.argv[1]
 """
     environment = os.environ | {"PYTHONIOENCODING": "cp1252", "COLUMNS": "150"}
     done = subprocess.run([sys.executable, "-c", command, str(odd)], env=environment, capture_output=True)
-    assert [line for line in done.stdout.decode("cp1252").splitlines() if line.isdigit()] == ["0", "0", "1"], done.stderr
+    assert [line for line in done.stdout.decode("cp1252").splitlines() if line.isdigit()] == ["0", "0", "1"], (
+        done.stderr
+    )
     assert b"byte ?" in done.stdout
     assert b"sign(cos ?)" in done.stdout
     assert b"? is not a run folder" in done.stderr
@@ -135,7 +145,10 @@ def test_iterating(tmp_path, monkeypatch):
     assert dcnet.Run(f"runs/{first}").result["epochs"] == 2
     (tmp_path / "runs" / first / "result.json").unlink()
     unfinished = words(call("evaluate", f"runs/{first}", "--device", "cpu"))
-    assert f"runs/{first} is unfinished: these are its weights after 10 steps, of 2 epochs. Go on with: dcnet train --resume" in unfinished
+    assert (
+        f"runs/{first} is unfinished: these are its weights after 10 steps, of 2 epochs. Go on with: dcnet train --resume"
+        in unfinished
+    )
     assert "unfinished" not in words(call("evaluate", f"runs/{second}", "--device", "cpu"))
     assert call("train", *flags, "--epochs", "1", "--overwrite").exit_code == 0
     assert dcnet.Run(f"runs/{first}").result["epochs"] == 1
@@ -163,7 +176,9 @@ def test_sorting_and_comparing(trained, tmp_path):
     os.utime(tmp_path / "a" / "metrics.jsonl", (2e9, 2e9))
 
     def order(what):
-        return [Path(entry["run"]).name for entry in json.loads(call("runs", tmp_path, "--json", "--sort", what).stdout)]
+        return [
+            Path(entry["run"]).name for entry in json.loads(call("runs", tmp_path, "--json", "--sort", what).stdout)
+        ]
 
     assert order("accuracy") == ["b", "a", "c"]
     assert order("loss") == ["b", "a", "c"]
@@ -197,13 +212,28 @@ def test_lists(tmp_path):
         for name in names:
             assert re.search(rf"│ {re.escape(name)} ", shown.output), name
     assert "[64]×3, [128]×3, [256]×3, 512-d" in call("models").output
-    assert f"not under {tmp_path}: dcnet train --data cifar10 --download" in words(call("data", "--data-root", tmp_path))
+    assert f"not under {tmp_path}: dcnet train --data cifar10 --download" in words(
+        call("data", "--data-root", tmp_path)
+    )
     assert "sphere" not in call("operators", "--kind", "angular").output
     assert "unknown kind 'both'; possible: all, magnitude, angular" in call("operators", "--kind", "both").output
 
 
 def test_help():
-    for command in ("train", "evaluate", "predict", "runs", "attack", "figure", "report", "explore", "bench", "table", "models", "operators"):
+    for command in (
+        "train",
+        "evaluate",
+        "predict",
+        "runs",
+        "attack",
+        "figure",
+        "report",
+        "explore",
+        "bench",
+        "table",
+        "models",
+        "operators",
+    ):
         long, short = call(command, "--help"), call(command, "-h")
         assert long.exit_code == 0
         assert long.output == short.output
@@ -215,7 +245,11 @@ def test_help():
 
 def test_completion():
     """What a shell asks for after TAB."""
-    environment = os.environ | {"_DCNET_COMPLETE": "complete_bash", "COMP_WORDS": "dcnet train --recipe paper-c", "COMP_CWORD": "3"}
+    environment = os.environ | {
+        "_DCNET_COMPLETE": "complete_bash",
+        "COMP_WORDS": "dcnet train --recipe paper-c",
+        "COMP_CWORD": "3",
+    }
     command = "import sys; sys.argv = ['dcnet']; from dcnet.cli import app; app(prog_name='dcnet')"
     done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["paper-cifar", "paper-cifar-sgd"], done.stderr
@@ -243,7 +277,9 @@ def test_predict(trained, tmp_path):
     assert "as it is" in shown.output
     # what cannot be read does not hide the rest
     (tmp_path / "cut.png").write_bytes(paths[0].read_bytes()[:20])
-    partly = call("predict", trained, paths[0], tmp_path / "cut.png", tmp_path / "none.png", tmp_path, "--device", "cpu")
+    partly = call(
+        "predict", trained, paths[0], tmp_path / "cut.png", tmp_path / "none.png", tmp_path, "--device", "cpu"
+    )
     assert partly.exit_code == 1
     assert "0.png" in partly.output
     assert "cut.png cannot be read as an image" in partly.output

@@ -21,7 +21,9 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1, padding_mode="circular")
-        self.blocks = nn.ModuleList([nn.Conv2d(8, 8, 3, padding="same", dilation=2, groups=2, bias=False), nn.Conv2d(8, 8, 1)])
+        self.blocks = nn.ModuleList(
+            [nn.Conv2d(8, 8, 3, padding="same", dilation=2, groups=2, bias=False), nn.Conv2d(8, 8, 1)]
+        )
         self.again = self.blocks[1]
         self.special = Standardised(8, 8, 3, padding=1)
         self.volume = nn.Conv3d(8, 8, 1)
@@ -61,7 +63,9 @@ def test_weights_hooks_and_optimizers_survive():
     model.stem.register_forward_hook(lambda *_: calls.append(1))
     model.stem.weight.requires_grad_(False)
     model.eval()
-    dcnet.decouple_(model, "tanh", "sigmoid:k=learned", where=lambda name, module: name.startswith("stem"), eps=0.0, momentum=None)
+    dcnet.decouple_(
+        model, "tanh", "sigmoid:k=learned", where=lambda name, module: name.startswith("stem"), eps=0.0, momentum=None
+    )
     assert type(model.stem) is dcnet.DecoupledConv2d
     assert type(model.blocks[0]) is nn.Conv2d
     assert (model.stem.eps, model.stem.momentum, model.stem.training) == (0.0, None, False)
@@ -71,7 +75,9 @@ def test_weights_hooks_and_optimizers_survive():
     assert not model.stem.weight.requires_grad
     model(torch.randn(2, 3, 12, 12))
     assert calls == [1]
-    fresh = dcnet.DecoupledConv2d(3, 8, 3, stride=2, padding=1, padding_mode="circular", bias=True, angular="sigmoid:k=learned")
+    fresh = dcnet.DecoupledConv2d(
+        3, 8, 3, stride=2, padding=1, padding_mode="circular", bias=True, angular="sigmoid:k=learned"
+    )
     fresh.load_state_dict(model.stem.state_dict(), strict=True)
 
 
@@ -145,13 +151,17 @@ def test_subclasses_that_compute_the_same():
     assert "Named, of nn.Conv2d, which is not among types" in dcnet.decouple_(model, types=(nn.Linear,)).skipped["0"]
 
 
-@pytest.mark.parametrize("parametrized", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "parametrized", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
 def test_parametrized_layers_are_left(parametrized):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), parametrized(nn.Conv2d(4, 4, 3)), nn.Conv2d(4, 2, 1)).eval()
     x = torch.randn(2, 3, 8, 8)
     before = model(x)
     # not even its own class helps: nothing is changed then
-    with pytest.raises(ValueError, match=r"cannot convert '1': its weight is computed by a parametrization .* Nothing has been changed"):
+    with pytest.raises(
+        ValueError, match=r"cannot convert '1': its weight is computed by a parametrization .* Nothing has been changed"
+    ):
         dcnet.decouple_(model, types=(nn.Conv2d, type(model[1])))
     assert [type(layer).__name__ for layer in model] == ["Conv2d", "ParametrizedConv2d", "Conv2d"]
     torch.testing.assert_close(model(x), before)
@@ -198,7 +208,10 @@ def test_transformers_call_their_layers_in_evaluation():
     padding = torch.tensor([[False] * 5, [False] * 4 + [True], [False] * 3 + [True] * 2])
     report = dcnet.decouple_(model, "tanh", types=(nn.Linear,))
     assert report.converted == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
-    assert "MultiheadAttention multiplies by its weight without calling it" in report.skipped["layers.0.self_attn.out_proj"]
+    assert (
+        "MultiheadAttention multiplies by its weight without calling it"
+        in report.skipped["layers.0.self_attn.out_proj"]
+    )
     assert any("2 nn.TransformerEncoderLayer no longer take PyTorch's fast path" in note for note in report.notes)
     model.train()
     model(x)  # averages of E{‖x‖}
@@ -209,7 +222,9 @@ def test_transformers_call_their_layers_in_evaluation():
         masked = model(x, src_key_padding_mask=padding)
     torch.testing.assert_close(masked, model(x, src_key_padding_mask=padding).detach())
     plain = transformer().eval()
-    assert float((plain(x) - expected).detach().norm()) > 0.1 * float(expected.detach().norm())  # conversion changes something
+    assert float((plain(x) - expected).detach().norm()) > 0.1 * float(
+        expected.detach().norm()
+    )  # conversion changes something
 
 
 class Fusable(nn.Module):
@@ -261,7 +276,10 @@ def test_methods_that_merge_kernels_are_refused():
 def test_an_optimizer_made_before():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.Flatten(), nn.Linear(5 * 16, 2))
     optimizer = torch.optim.SGD(
-        [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2:].parameters()}], lr=0.1, momentum=0.9, weight_decay=0.01
+        [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2:].parameters()}],
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
     )
     report = dcnet.decouple_(model, "tanh", "sigmoid:k=learned", optimizer=optimizer)
     assert report.added == ["0.raw_radius", "0.raw_k", "2.raw_radius", "2.raw_k"]
@@ -297,7 +315,9 @@ def test_what_an_optimizer_does_not_know():
     assert any(note.startswith("the optimizer has no parameter of 0,") for note in report.notes)
     report = dcnet.decouple_(nn.Conv2d(3, 4, 3))
     assert report.added == ["raw_radius"]
-    assert "an optimizer made before does not know the 1 new parameters (raw_radius, …): pass it as optimizer=" in str(report)
+    assert "an optimizer made before does not know the 1 new parameters (raw_radius, …): pass it as optimizer=" in str(
+        report
+    )
     assert dcnet.decouple_(nn.Conv2d(3, 4, 3), "sphere").notes == []
 
 
@@ -325,7 +345,9 @@ def test_wrapped_models_are_refused(tmp_path):
 def test_a_conversion_written_down_and_done_again():
     model = Model()
     model(torch.randn(2, 3, 12, 12))
-    dcnet.decouple_(model, "seg:beta=0.25", "sigmoid:k=learned", where=lambda name, module: name.startswith("blocks"), eps=0.0)
+    dcnet.decouple_(
+        model, "seg:beta=0.25", "sigmoid:k=learned", where=lambda name, module: name.startswith("blocks"), eps=0.0
+    )
     dcnet.decouple_(model, "ball", radius=2.5, momentum=None, where=lambda name, module: name == "stem")
     record = json.loads(json.dumps(dcnet.conversion_of(model)))
     assert list(record) == ["stem", "blocks.0", "blocks.1"]
@@ -336,14 +358,19 @@ def test_a_conversion_written_down_and_done_again():
     other.load_state_dict(model.state_dict(), strict=True)
     x = torch.randn(2, 3, 12, 12)
     torch.testing.assert_close(other.eval()(x), model.eval()(x))
-    for broken, message in (({**record, "tail": record["stem"]}, "'tail' as recorded: there is none"), (record, "'stem' as recorded: that is a Dec")):
+    for broken, message in (
+        ({**record, "tail": record["stem"]}, "'tail' as recorded: there is none"),
+        (record, "'stem' as recorded: that is a Dec"),
+    ):
         with pytest.raises(ValueError, match=message):
             dcnet.restore_conversion_(Model() if "tail" in broken else other, broken)
 
 
 def test_a_model_of_transformers_comes_back_converted(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
     model = transformers.ResNetForImageClassification(config)
     model.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="has no conversion in its configuration"):

@@ -25,7 +25,18 @@ def test_digits():
     assert data.test.images.shape == (355, 1, 8, 8)
     assert data.train.images.dtype == torch.uint8
     assert int(data.train.images.max()) == 255
-    assert torch.cat([data.train.labels, data.test.labels]).bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert torch.cat([data.train.labels, data.test.labels]).bincount().tolist() == [
+        178,
+        182,
+        177,
+        183,
+        181,
+        182,
+        181,
+        179,
+        174,
+        180,
+    ]
     assert min(data.test.labels.bincount()) >= 34  # every class
     # the split never changes
     digest = hashlib.md5(data.test.images.numpy().tobytes() + data.test.labels.numpy().tobytes()).hexdigest()
@@ -35,7 +46,10 @@ def test_digits():
 DIGEST = "9ebbfd315eb88fe45933ea3299825770"
 
 
-@pytest.mark.parametrize(("name", "size", "channels", "train"), [("mnist", 28, 1, 60_000), ("cifar10", 32, 3, 50_000), ("cifar100", 32, 3, 50_000)])
+@pytest.mark.parametrize(
+    ("name", "size", "channels", "train"),
+    [("mnist", 28, 1, 60_000), ("cifar10", 32, 3, 50_000), ("cifar100", 32, 3, 50_000)],
+)
 def test_official_files(name, size, channels, train):
     if not all((REAL / file).exists() for file in official.OFFICIAL[name].files):
         pytest.skip(f"the official files of {name} are not under data/")
@@ -88,7 +102,10 @@ def test_cifar_records(small, tmp_path):
 
     path = tmp_path / "cifar-10-batches-bin/test_batch.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(MissingData, match=r"test_batch.bin is corrupt \(MD5 .*looked under .*dcnet train --data cifar10 --data-root .* --download"):
+    with pytest.raises(
+        MissingData,
+        match=r"test_batch.bin is corrupt \(MD5 .*looked under .*dcnet train --data cifar10 --data-root .* --download",
+    ):
         load_data("cifar10", tmp_path)
     path.unlink()
     with pytest.raises(MissingData, match=r"test_batch.bin is missing"):
@@ -139,14 +156,21 @@ def test_download_resumes(server, tmp_path):
     with pytest.raises(OSError, match=r"the connection ended after 500,000 of 1,000,000 bytes|IncompleteRead"):
         fetch([f"{address}/file"], tmp_path / "file", md5)
     handler.broken = False
-    fetch([f"{address}/missing", f"{address}/file"], tmp_path / "file", md5, lambda name, done, total: seen.append((name, done, total)))
+    fetch(
+        [f"{address}/missing", f"{address}/file"],
+        tmp_path / "file",
+        md5,
+        lambda name, done, total: seen.append((name, done, total)),
+    )
     assert (tmp_path / "file").read_bytes() == handler.content
     assert handler.requests[-1] == ("/file", "bytes=500000-")  # the second half, from the mirror that has it
     assert seen[-1] == ("file", 1_000_000, 1_000_000)
     before = len(handler.requests)
     fetch([f"{address}/file"], tmp_path / "file", md5)
     assert len(handler.requests) == before  # nothing to do
-    with pytest.raises(OSError, match=r"(?s)other could not be downloaded.*/missing.*404.*has the MD5 sum .*, expected 00"):
+    with pytest.raises(
+        OSError, match=r"(?s)other could not be downloaded.*/missing.*404.*has the MD5 sum .*, expected 00"
+    ):
         fetch([f"{address}/missing", f"{address}/file"], tmp_path / "other", "00")
     assert not (tmp_path / "other").exists()
 
@@ -181,7 +205,11 @@ def test_only_what_is_missing_is_fetched(tmp_path, monkeypatch):
     content = {"train-images-idx3-ubyte": b"images", "train-labels-idx1-ubyte": b"labels"}
     sums = {f"MNIST/raw/{name}": hashlib.md5(data).hexdigest() for name, data in content.items()}
     sources = tuple(official.Source(f"{name}.gz", "", ()) for name in content)
-    monkeypatch.setitem(official.OFFICIAL, "mnist", official.Official(sums, sources, lambda root: (squares().train, squares().test), ("0",)))
+    monkeypatch.setitem(
+        official.OFFICIAL,
+        "mnist",
+        official.Official(sums, sources, lambda root: (squares().train, squares().test), ("0",)),
+    )
     (tmp_path / "MNIST/raw").mkdir(parents=True)
     (tmp_path / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b"images")
     fetched = []
@@ -217,7 +245,9 @@ def test_augmentation(augment):
             for top in range(2 * pad + 1)
             for left in range(2 * pad + 1)
             for flip in (False, True)
-            if np.array_equal(padded[:, top : top + 12, left : left + 12][:, :, :: -1 if flip else 1], (image * 255).round().numpy())
+            if np.array_equal(
+                padded[:, top : top + 12, left : left + 12][:, :, :: -1 if flip else 1], (image * 255).round().numpy()
+            )
         ]
         assert len(found) == 1
         shifts.add(found[0][:2])
@@ -257,7 +287,9 @@ def folder(tmp_path):
     for part, count in (("train", 5), ("val", 2)):
         for shade, name in enumerate(("cat", "dog")):
             for i in range(count):
-                pixels = np.full((30 + 7 * i, 50, 3), 40 + 150 * shade, np.uint8) + random.integers(0, 20, (30 + 7 * i, 50, 3), dtype=np.uint8)
+                pixels = np.full((30 + 7 * i, 50, 3), 40 + 150 * shade, np.uint8) + random.integers(
+                    0, 20, (30 + 7 * i, 50, 3), dtype=np.uint8
+                )
                 path = tmp_path / part / name / f"{i}.jpeg"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 image.fromarray(pixels).save(path)
@@ -282,7 +314,9 @@ def test_image_folder(folder, workers):
 def test_image_folder_errors(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         ImageFolder(tmp_path / "nowhere", CPU)
-    with pytest.raises(FileNotFoundError, match=r"must hold train/CLASS/… and val/CLASS/… .* found the folders \['cat', 'dog'\]"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold train/CLASS/… and val/CLASS/… .* found the folders \['cat', 'dog'\]"
+    ):
         ImageFolder(folder / "train", CPU)
     (folder / "val" / "cow").mkdir()
     with pytest.raises(ValueError, match="has the class 'cow', which train does not have"):

@@ -12,7 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcnet
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo"
+)
 
 
 def network(**options):

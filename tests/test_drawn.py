@@ -55,8 +55,13 @@ def test_a_radius_is_positive(axis, rho):
 
 def test_features_stand_with_their_class(axis):
     points = [[0.0, 1.0], [2.0, 0.0], [4.0, 0.0], [0.0, 3.0]]
-    figures.draw_features(axis, {"classes": ["cat", "dog", "owl"], "features": {"points": points, "labels": [0, 1, 1, 0]}}, "run")
-    assert [part.get_offsets().tolist() for part in axis.collections] == [[points[0], points[3]], [points[1], points[2]]]
+    figures.draw_features(
+        axis, {"classes": ["cat", "dog", "owl"], "features": {"points": points, "labels": [0, 1, 1, 0]}}, "run"
+    )
+    assert [part.get_offsets().tolist() for part in axis.collections] == [
+        [points[0], points[3]],
+        [points[1], points[2]],
+    ]
     assert [[float(value) for value in part.xy] for part in axis.texts] == [[0.0, 2.0], [3.0, 0.0]]  # at the centres
     assert [part.get_text() for part in axis.texts] == ["cat", "dog"]  # of owls there is none
     assert [centre.get_xydata().tolist() for centre in axis.lines[:2]] == [[[0.0, 2.0]], [[3.0, 0.0]]]
@@ -90,12 +95,19 @@ def test_angles_run_from_0_to_pi_and_layers_downwards(axis):
 
 
 def test_radii_lie_on_their_layer(axis):
-    layers = [layer("a", norm=[3]), layer("b", norm=[4], radius=[0.5, 0.8, 1.0, 1.5, 2.0]), layer("c", radius=[0.1, 1.0, 2.0, 3.0, 7.0])]
+    layers = [
+        layer("a", norm=[3]),
+        layer("b", norm=[4], radius=[0.5, 0.8, 1.0, 1.5, 2.0]),
+        layer("c", radius=[0.1, 1.0, 2.0, 3.0, 7.0]),
+    ]
     figures.draw_norms(axis, {"layers": layers}, bar=False)
     assert axis.images[0].get_extent() == [0.0, FARTHEST, 2.5, -0.5]
     assert axis.images[0].get_array()[1].tolist() == [0.0] * 4 + [1.0] + [0.0] * 55
     for bars in axis.collections:
-        assert [segment.tolist() for segment in bars.get_segments()] == [[[0.5, 1], [2.0, 1]], [[0.1, 2], [FARTHEST, 2]]]
+        assert [segment.tolist() for segment in bars.get_segments()] == [
+            [[0.5, 1], [2.0, 1]],
+            [[0.1, 2], [FARTHEST, 2]],
+        ]
     marks = {line.get_marker(): line.get_xydata().tolist() for line in axis.lines}
     assert marks["|"] == [[1.0, 1], [2.0, 2]]
     assert [row for _, row in marks[">"]] == [2]  # goes on beyond the axis
@@ -107,7 +119,10 @@ def test_radii_lie_on_their_layer(axis):
 
 
 def test_learned_is_the_median_in_the_middle_half(axis):
-    metrics = [{"epoch": epoch, "learned": {"radius": {"a.conv": [0.0, 1.0 * epoch, 2.0 * epoch, 3.0 * epoch, 99.0]}}} for epoch in (1, 2, 3)]
+    metrics = [
+        {"epoch": epoch, "learned": {"radius": {"a.conv": [0.0, 1.0 * epoch, 2.0 * epoch, 3.0 * epoch, 99.0]}}}
+        for epoch in (1, 2, 3)
+    ]
     figures.draw_learned(axis, metrics)
     assert axis.lines[0].get_xydata().tolist() == [[1, 2.0], [2, 4.0], [3, 6.0]]
     band = {tuple(point) for point in axis.collections[0].get_paths()[0].vertices.tolist()}
@@ -147,7 +162,9 @@ def test_check_ups_in_units_of_255(axis):
     assert axis.get_title() == "As ε grows: 200 images"
     assert "a line ends where nothing is left" in axis.get_xlabel()
     axis.clear()
-    figures.draw_steps(axis, {"one": records, "two": [record(check_up | {"images": 50}), record(check_up | {"eps": 0.5, "steps": []})]})
+    figures.draw_steps(
+        axis, {"one": records, "two": [record(check_up | {"images": 50}), record(check_up | {"eps": 0.5, "steps": []})]}
+    )
     assert axis.lines[0].get_xydata().tolist() == [[1, 60.0], [100, 39.0]]
     assert len(axis.lines[1].get_xydata()) == 2  # at the ε that both have
     assert axis.get_title() == "As steps grow: ε · 255 = 8, 50 to 200 images"
@@ -220,13 +237,26 @@ def test_an_example_and_its_words():
     pictures = figures.example_pictures(example())
     assert np.allclose(pictures["change"][..., 0], [[1.0, 0.0], [0.5, 0.75]], atol=0.01)
     assert np.allclose(pictures["changed"][..., 0], [[0.6, 0.4], [0.5, 0.55]], atol=0.001)
-    assert figures.example_captions(example(), ["cat", "dog"]) == {"image": "dog 99%", "change": "± 25.5/255", "changed": "cat 50% ✗"}
+    assert figures.example_captions(example(), ["cat", "dog"]) == {
+        "image": "dog 99%",
+        "change": "± 25.5/255",
+        "changed": "cat 50% ✗",
+    }
     still = example(after={"class": 1, "confidence": 0.7}, before={"class": 0, "confidence": 0.6})
-    assert figures.example_captions(still, ["cat", "dog"]) == {"image": "cat 60% ✗", "change": "± 25.5/255", "changed": "dog 70%"}
+    assert figures.example_captions(still, ["cat", "dog"]) == {
+        "image": "cat 60% ✗",
+        "change": "± 25.5/255",
+        "changed": "dog 70%",
+    }
 
 
 def test_a_run_without_examples_keeps_its_name():
-    figure = adversarial_figure({"good": {"examples": [example()], "classes": ["cat", "dog"]}, "bad": {"examples": [], "classes": ["cat", "dog"]}})
+    figure = adversarial_figure(
+        {
+            "good": {"examples": [example()], "classes": ["cat", "dog"]},
+            "bad": {"examples": [], "classes": ["cat", "dog"]},
+        }
+    )
     shown = [axis.get_ylabel() for axis in figure.axes if axis.axison and axis.get_ylabel()]
     assert shown == ["good\nimage", "change", "both", "bad\nimage", "change", "both"]
     with pytest.raises(ValueError, match="good, bad: no image is classified right"):

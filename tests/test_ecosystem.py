@@ -22,7 +22,11 @@ def network(magnitude="tanh", angular="linear", **options):
             return nn.Conv2d(*arguments, bias=False, **geometry)
         return dcnet.DecoupledConv2d(*arguments, **geometry, magnitude=magnitude, angular=angular, **options)
 
-    linear = nn.Linear(64, 3, bias=False) if magnitude is None else dcnet.DecoupledLinear(64, 3, magnitude=magnitude, angular=angular, **options)
+    linear = (
+        nn.Linear(64, 3, bias=False)
+        if magnitude is None
+        else dcnet.DecoupledLinear(64, 3, magnitude=magnitude, angular=angular, **options)
+    )
     return nn.Sequential(
         conv(3, 8, 3, stride=2, padding=1),
         nn.BatchNorm2d(8),
@@ -102,7 +106,8 @@ def test_torchvision_has_subclasses_that_compute_the_same():
 
 
 @pytest.mark.parametrize(
-    ("magnitude", "angular"), [("tanh", "linear"), ("seg", "sigmoid:k=learned"), ("linear", "cosine"), ("sphere", "relu_cosine")]
+    ("magnitude", "angular"),
+    [("tanh", "linear"), ("seg", "sigmoid:k=learned"), ("linear", "cosine"), ("sphere", "relu_cosine")],
 )
 def test_traced_by_jit(recwarn, magnitude, angular):
     model = network(magnitude, angular)
@@ -159,7 +164,12 @@ def test_pytorch_counts_the_operators_of_compiled_graphs(monkeypatch):
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = images(1, 4, 6, 6).to(device).requires_grad_()
-    plain = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.Conv2d(8, 4, 3, stride=2, bias=False), nn.Flatten(), nn.Linear(16, 3))
+    plain = nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1, bias=False),
+        nn.Conv2d(8, 4, 3, stride=2, bias=False),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
     expected = flops(plain.to(device), x, training=True), flops(plain.eval(), x)
     model = nn.Sequential(
         dcnet.DecoupledConv2d(4, 8, 3, padding=1, impl="fused"),
@@ -182,7 +192,9 @@ def test_fvcore_counts_the_epilogue_too():
     fvcore = pytest.importorskip("fvcore.nn")
     x = images(2, 3, 20, 20)
     plain = fvcore.FlopCountAnalysis(network(None).eval(), x).total()
-    operators = [(name, "cosine") for name in dcnet.magnitudes()] + [("ball", name) for name in (*dcnet.angulars(), "sigmoid:k=learned")]
+    operators = [(name, "cosine") for name in dcnet.magnitudes()] + [
+        ("ball", name) for name in (*dcnet.angulars(), "sigmoid:k=learned")
+    ]
     for magnitude, angular in operators:
         counter = fvcore.FlopCountAnalysis(network(magnitude, angular).eval(), x).unsupported_ops_warnings(False)
         assert counter.total() == plain

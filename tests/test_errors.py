@@ -14,8 +14,14 @@ X, W = torch.randn(2, 4, 6, 6), torch.randn(6, 4, 3, 3)
     [
         ({"magnitude": "tahn"}, r"unknown magnitude 'tahn'\. Did you mean 'tanh'\? Known: sphere, ball"),
         ({"angular": "cosinus"}, r"unknown angular 'cosinus'\. Did you mean 'cosine'\? Known: cosine, linear"),
-        ({"weighting": "joined"}, r"unknown weighting 'joined'\. Did you mean 'joint'\? Possible: None, 'linear', 'joint', 'separate'"),
-        ({"magnitude": "sphere", "weighting": "joint"}, r"weighting='joint' bends a norm, but the magnitude 'sphere' has none to bend"),
+        (
+            {"weighting": "joined"},
+            r"unknown weighting 'joined'\. Did you mean 'joint'\? Possible: None, 'linear', 'joint', 'separate'",
+        ),
+        (
+            {"magnitude": "sphere", "weighting": "joint"},
+            r"weighting='joint' bends a norm, but the magnitude 'sphere' has none to bend",
+        ),
         ({"magnitude": "sphere", "weighting": "separate"}, r"possible here: None, 'linear'"),
         ({"radius": 0.0}, "radius must be a finite number > 0, .*got 0.0"),
         ({"radius": -1.0}, "got -1.0"),
@@ -62,10 +68,19 @@ def test_layers(options, message):
         ({"mean_norm": torch.ones(2)}, r"mean_norm must be a tensor of shape \(1,\), one for each group, got \(2,\)"),
         ({"mean_norm": 2.0}, r"mean_norm must be a tensor of shape \(1,\), one for each group, got 2.0"),
         ({"angular": "sigmoid:k=learned"}, r"k=learned: give its values as parameters=\{'k'"),
-        ({"parameters": {"k": torch.ones(6)}}, r"parameters\['k'\]: neither 'tanh' nor 'cosine' can learn it.*Learnable here: none"),
-        ({"angular": "sigmoid", "parameters": {"k": torch.ones(5)}}, r"parameters\['k'\] must be a tensor of shape \(6,\).*got \(5,\)"),
+        (
+            {"parameters": {"k": torch.ones(6)}},
+            r"parameters\['k'\]: neither 'tanh' nor 'cosine' can learn it.*Learnable here: none",
+        ),
+        (
+            {"angular": "sigmoid", "parameters": {"k": torch.ones(5)}},
+            r"parameters\['k'\] must be a tensor of shape \(6,\).*got \(5,\)",
+        ),
         ({"angular": "sigmoid", "parameters": {"kk": torch.ones(6)}}, "Did you mean 'k'|Learnable here: k"),
-        ({"impl": "egaer"}, r"unknown impl 'egaer'\. Did you mean 'eager'\? Possible: 'auto', 'reference', 'eager', 'fused'"),
+        (
+            {"impl": "egaer"},
+            r"unknown impl 'egaer'\. Did you mean 'eager'\? Possible: 'auto', 'reference', 'eager', 'fused'",
+        ),
         ({"stride": 0}, "stride must be a whole number ≥ 1, or 2 of them, got 0"),
         ({"dilation": (1, 2, 3)}, r"dilation must be a whole number ≥ 1, or 2 of them, got \(1, 2, 3\)"),
         ({"padding": -1}, "padding must be a whole number ≥ 0"),

@@ -106,7 +106,10 @@ def test_every_control_changes_its_curves(page):
 
 
 def test_the_pictures_show_the_package_numbers(page):
-    go(page, "magnitude=seg&magnitude.beta=0.2&radius=1.5&angular=sigmoid&angular.k=0.4&weighting=linear&wNorm=2&wAngle=1")
+    go(
+        page,
+        "magnitude=seg&magnitude.beta=0.2&radius=1.5&angular=sigmoid&angular.k=0.4&weighting=linear&wNorm=2&wAngle=1",
+    )
     settled(page)
     drawn = page.evaluate("() => ({ ...drawn, plane: [...drawn.plane], operator: null })")
     n, theta = (torch.tensor(drawn[name], dtype=torch.float64) for name in ("n", "theta"))
@@ -119,7 +122,14 @@ def test_the_pictures_show_the_package_numbers(page):
     places = (2.0 * (torch.arange(cells, dtype=torch.float64) + 0.5) / cells - 1.0) * 3.0
     x = torch.stack(torch.meshgrid(-places, places, indexing="ij")[::-1], -1)
     w = torch.tensor([[2.0 * math.cos(1.0), 2.0 * math.sin(1.0)]], dtype=torch.float64)
-    options = {"magnitude": "seg:beta=0.2", "angular": "sigmoid:k=0.4", "weighting": "linear", "radius": 1.5, "eps": 0.0, "impl": "reference"}
+    options = {
+        "magnitude": "seg:beta=0.2",
+        "angular": "sigmoid:k=0.4",
+        "weighting": "linear",
+        "radius": 1.5,
+        "eps": 0.0,
+        "impl": "reference",
+    }
     assert_close(torch.tensor(drawn["plane"], dtype=torch.float64), dcnet.decoupled_linear(x, w, **options).flatten())
     # orange where the response is positive: towards w, and at θ = 0, which is below
     colours = page.evaluate("""() => {
@@ -158,7 +168,9 @@ def test_the_address_holds_the_setting(page, chromium, file):
     assert not page.locator("#radius-learned").is_checked()  # a number was given
     page.locator("#handle-x").press("ArrowLeft")
     page.wait_for_function("() => location.hash.includes('x=')")
-    assert line(page).endswith('magnitude="seg:beta=-0.25", angular="sigmoid:k=learned", weighting="joint", radius=2.5)')
+    assert line(page).endswith(
+        'magnitude="seg:beta=-0.25", angular="sigmoid:k=learned", weighting="joint", radius=2.5)'
+    )
     with watched(chromium, file, page.evaluate("() => location.hash"), **WINDOW) as other:
         assert line(other) == line(page)
         page.mouse.move(0, 0)
@@ -193,7 +205,9 @@ def test_dragging(page):
     page.mouse.up()
     dragged = pictures(page)
     assert changes(before, dragged) == {H} | RESPONSES  # ‖w‖ changed with its direction
-    assert float(page.locator("#wNorm").input_value()) == pytest.approx(page.evaluate("() => Math.hypot(...drawn.w)"), abs=1e-3)
+    assert float(page.locator("#wNorm").input_value()) == pytest.approx(
+        page.evaluate("() => Math.hypot(...drawn.w)"), abs=1e-3
+    )
     page.mouse.move(plane["x"] + 0.5 * plane["width"], plane["y"] + 0.7 * plane["height"])  # let go: nothing follows
     assert changes(dragged, pictures(page)) == set()
     page.locator("#handle-w").press("ArrowLeft")
@@ -243,15 +257,28 @@ def accepted(*options):
 
 def test_the_line_builds_every_layer_and_no_other(page):
     found = page.evaluate(EVERY_LINE)
-    possible = {(h, g, weighting) for h in dcnet.magnitudes() for g in dcnet.angulars() for weighting in WEIGHTINGS if accepted(h, g, weighting)}
+    possible = {
+        (h, g, weighting)
+        for h in dcnet.magnitudes()
+        for g in dcnet.angulars()
+        for weighting in WEIGHTINGS
+        if accepted(h, g, weighting)
+    }
     assert {tuple(entry["choice"]) for entry in found} == possible
     for entry in found:
         magnitude, angular, weighting = entry["choice"]
         plain, filled, learned = (build(entry[name]) for name in ("plain", "filled", "learned"))
-        assert (plain.magnitude, plain.angular, plain.weighting, plain.radius) == (magnitude, angular, weighting, "learned")
+        assert (plain.magnitude, plain.angular, plain.weighting, plain.radius) == (
+            magnitude,
+            angular,
+            weighting,
+            "learned",
+        )
         for kind in ("magnitude", "angular"):
             choice = getattr(filled.operator, kind)
-            assert dict(choice.values) == {name: entry["fields"][f"{kind}-{name}"] for name in choice.formula.parameters}
+            assert dict(choice.values) == {
+                name: entry["fields"][f"{kind}-{name}"] for name in choice.formula.parameters
+            }
         assert filled.radius == entry["fields"].get("radius", "learned")
         assert learned.operator.learned == (("k",) if angular == "sigmoid" else ())
         assert (filled.weighting, learned.weighting, learned.radius) == (weighting, weighting, "learned")
@@ -332,7 +359,9 @@ def test_extremes(page):
         go(page, extreme)
         settled(page)
         assert page.locator("#note").inner_text() == "", extreme
-        assert page.evaluate("() => [...drawn.h, ...drawn.g, drawn.plane].every((row) => [...row].every(Number.isFinite))"), extreme
+        assert page.evaluate(
+            "() => [...drawn.h, ...drawn.g, drawn.plane].every((row) => [...row].every(Number.isFinite))"
+        ), extreme
     before = page.locator("#plane-plot").bounding_box()
     page.set_viewport_size({"width": 500, "height": 700})
     settled(page)
@@ -343,8 +372,19 @@ def test_extremes(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone(chromium, file, scheme):
-    with watched(chromium, file, viewport={"width": 360, "height": 740}, has_touch=True, device_scale_factor=2, color_scheme=scheme) as page:
-        for address in ("", "magnitude=seg&angular=sigmoid&angular.k=0.123456789&weighting=separate", "magnitude=sphere"):
+    with watched(
+        chromium,
+        file,
+        viewport={"width": 360, "height": 740},
+        has_touch=True,
+        device_scale_factor=2,
+        color_scheme=scheme,
+    ) as page:
+        for address in (
+            "",
+            "magnitude=seg&angular=sigmoid&angular.k=0.123456789&weighting=separate",
+            "magnitude=sphere",
+        ):
             go(page, address)
             settled(page)
             assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
@@ -353,4 +393,6 @@ def test_a_phone(chromium, file, scheme):
         before = pictures(page)
         page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
         after = pictures(page)
-        assert all(before[plot][0] != after[plot][0] and before[plot][1] == after[plot][1] for plot in PLOTS)  # other colours, same numbers
+        assert all(
+            before[plot][0] != after[plot][0] and before[plot][1] == after[plot][1] for plot in PLOTS
+        )  # other colours, same numbers

@@ -35,7 +35,9 @@ def test_finite_wherever_the_plain_convolution_is(magnitude, angular, kind, dtyp
         plain = F.conv2d(x, w)
         plain_grads = torch.autograd.grad(plain.sum(), (x, w))
         radius = torch.full((5,), 1.5, requires_grad=True) if dcnet.magnitudes()[magnitude].has_radius else None
-        y = dcnet.decoupled_conv2d(x, w, magnitude=magnitude, angular=angular, radius=radius, mean_norm="batch", impl=impl)
+        y = dcnet.decoupled_conv2d(
+            x, w, magnitude=magnitude, angular=angular, radius=radius, mean_norm="batch", impl=impl
+        )
         grads = torch.autograd.grad(y.sum(), [x, w, *([radius] if radius is not None else [])])
         assert y.dtype == dtype
         if magnitude in BOUNDED:
@@ -81,11 +83,16 @@ def test_bounded_by_alpha(magnitude, angular, alpha):
 
 def both(first: dict, second: dict, tolerance: float = 1e-12, dtype=torch.float64) -> None:
     """Two operators are one: outputs and gradients."""
-    x, w = torch.randn(2, 3, 7, 7, dtype=dtype, requires_grad=True), torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True)
+    x, w = (
+        torch.randn(2, 3, 7, 7, dtype=dtype, requires_grad=True),
+        torch.randn(4, 3, 3, 3, dtype=dtype, requires_grad=True),
+    )
     results = []
     for options in (first, second):
         y = dcnet.decoupled_conv2d(x, w, padding=1, impl="eager", **options)
-        results.append(dict(zip(("output", "x", "w"), (y.detach(), *torch.autograd.grad(y.sin().sum(), (x, w))), strict=True)))
+        results.append(
+            dict(zip(("output", "x", "w"), (y.detach(), *torch.autograd.grad(y.sin().sum(), (x, w))), strict=True))
+        )
     assert_close(*results, tolerance)
 
 
@@ -132,7 +139,9 @@ def test_weightings_written_out(magnitude, impl):
     }
     for weighting, y in expected.items():
         radius = {"radius": rho, "mean_norm": mean} if has_radius else {}
-        actual = dcnet.decoupled_conv2d(x, w, groups=2, magnitude=f"{magnitude}:alpha=2", weighting=weighting, impl=impl, **radius)
+        actual = dcnet.decoupled_conv2d(
+            x, w, groups=2, magnitude=f"{magnitude}:alpha=2", weighting=weighting, impl=impl, **radius
+        )
         torch.testing.assert_close(actual, y, rtol=1e-10, atol=1e-12)
 
 

@@ -38,7 +38,11 @@ def needs_attacks(name):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_drawn(name, runs, tmp_path):
-    folders = [] if not FIGURES[name].needs else [str(run.folder) for run in (runs[1:] if needs_attacks(name) or name == "radius" else runs)]
+    folders = (
+        []
+        if not FIGURES[name].needs
+        else [str(run.folder) for run in (runs[1:] if needs_attacks(name) or name == "radius" else runs)]
+    )
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         out = tmp_path / f"{name}{suffix}"
         result = CliRunner().invoke(app, ["figure", name, *folders, "-o", str(out), "--dpi", "30"])
@@ -105,7 +109,9 @@ def test_a_users_formula_is_drawn(catalogue):
 
 def test_a_file_of_formulas(tmp_path, catalogue):
     file = tmp_path / "mine.py"
-    file.write_text('import dcnet\n\n@dcnet.angular\ndef halved(c):\n    """half of cos θ"""\n    return 0.5 * c, 0.5\n')
+    file.write_text(
+        'import dcnet\n\n@dcnet.angular\ndef halved(c):\n    """half of cos θ"""\n    return 0.5 * c, 0.5\n'
+    )
     result = CliRunner().invoke(app, ["figure", "functions", "-o", str(tmp_path / "x.svg"), "--formulas", str(file)])
     assert result.exit_code == 0, result.output
     assert "halved" in dcnet.angulars()
@@ -156,7 +162,9 @@ def test_deepfool_of_each_norm(axis, runs):
     figures.draw_deepfool(axis, {"tanh": runs[1].attacks}, "linf")
     entries = runs[1].attacks[0]["attacks"]
     assert list(axis.lines[0].get_ydata()) == entries[2]["sizes"]
-    assert entries[1]["attacked"] == entries[2]["attacked"] >= entries[0]["attacked"]  # all that are right, not the survivors of FGSM
+    assert (
+        entries[1]["attacked"] == entries[2]["attacked"] >= entries[0]["attacked"]
+    )  # all that are right, not the survivors of FGSM
 
 
 def test_a_run_that_lacks_it_is_named(runs):
@@ -184,7 +192,14 @@ def test_learned_parameters_are_thinned(axis):
 
 
 def test_deepfool_is_found_whatever_the_order_of_its_parameters(axis):
-    attacks = [{"attacks": [{"attack": "deepfool:iterations=5:norm=linf", "sizes": [0.1]}, {"attack": "deepfool:norm=l2", "sizes": [0.2, 0.3]}]}]
+    attacks = [
+        {
+            "attacks": [
+                {"attack": "deepfool:iterations=5:norm=linf", "sizes": [0.1]},
+                {"attack": "deepfool:norm=l2", "sizes": [0.2, 0.3]},
+            ]
+        }
+    ]
     figures.draw_deepfool(axis, {"one": attacks}, "linf")
     figures.draw_deepfool(axis, {"one": attacks}, "l2")
     assert [list(line.get_ydata()) for line in axis.lines] == [[0.1], [0.2, 0.3]]

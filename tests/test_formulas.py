@@ -120,7 +120,9 @@ def test_a_users_own_formulas(catalogue):
     assert set(layer.state_dict()) == {"weight", "raw_radius", "raw_a", "running_norm", "num_batches_tracked"}
     assert layer.learned_parameters["a"].tolist() == pytest.approx([0.5] * 4)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
-    reference = dcnet.DecoupledConv2d(3, 4, 3, magnitude="rational:alpha=2", angular="blend:a=learned", impl="reference").double()
+    reference = dcnet.DecoupledConv2d(
+        3, 4, 3, magnitude="rational:alpha=2", angular="blend:a=learned", impl="reference"
+    ).double()
     reference.load_state_dict(layer.state_dict())
     results = [torch.autograd.grad(net(x).sin().sum(), [x, *net.parameters()]) for net in (layer, reference)]
     for a, b in zip(*results, strict=True):
@@ -169,7 +171,11 @@ def register(kind, source):
         ("angular", "def f(c): return m.where(c > 0.0, 1.0, 0.0), 0.0", r"m\.step"),
         ("angular", "def f(c): return 1.0, 0.0", "does not depend on cos θ"),
         ("magnitude", "def f(n):\n  n *= 2.0\n  return n, 2.0", r"uses \*="),
-        ("magnitude", "def f(n, radius: learnable(start=1.0, floor=0.1) = 1.0): return n * radius, radius, n", "cannot be called radius"),
+        (
+            "magnitude",
+            "def f(n, radius: learnable(start=1.0, floor=0.1) = 1.0): return n * radius, radius, n",
+            "cannot be called radius",
+        ),
     ],
 )
 def test_what_may_not_enter(catalogue, kind, source, message):
@@ -210,7 +216,10 @@ def test_a_replaced_linear_takes_no_shortcut(catalogue):
 
 
 def test_separate_with_a_learned_alpha_is_refused(catalogue):
-    register("magnitude", "def f(n, alpha: learnable(start=2.0, floor=0.1) = 1.0): return alpha * m.log1p(n), alpha / (1.0 + n), m.log1p(n)")
+    register(
+        "magnitude",
+        "def f(n, alpha: learnable(start=2.0, floor=0.1) = 1.0): return alpha * m.log1p(n), alpha / (1.0 + n), m.log1p(n)",
+    )
     with pytest.raises(ValueError, match="cannot learn alpha"):
         dcnet.DecoupledConv2d(3, 4, 3, magnitude="f:alpha=learned", weighting="separate")
 

@@ -11,7 +11,9 @@ from torch import nn
 
 import dcnet
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo"
+)
 
 WAYS = ("ddp", "fsdp2", "fsdp2, each layer", "fsdp2, weighted first")
 
@@ -51,7 +53,9 @@ def train(model, bare, x, weight=True):
         optimizer.zero_grad()
         y = model(x)
         loss = y.sin().mean()
-        found[f"penalties {step}"] = torch.stack([dcnet.orthogonal_penalty(bare), dcnet.orthonormal_penalty(bare)]).detach()
+        found[f"penalties {step}"] = torch.stack(
+            [dcnet.orthogonal_penalty(bare), dcnet.orthonormal_penalty(bare)]
+        ).detach()
         (loss + 0.1 * dcnet.orthogonal_penalty(bare) + 0.1 * dcnet.orthonormal_penalty(bare)).backward()
         found |= {f"gradient {step} {name}": whole(p.grad) for name, p in bare.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -118,7 +122,9 @@ def mixed_precision():
 
     torch.manual_seed(3)
     block = dcnet.layers.Block(dcnet.DecoupledConv2d(4, 6, 3), nn.BatchNorm2d(6))
-    fully_shard(block.conv, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(
+        block.conv, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
     block(whole_batch().float())
     return block.norm.running_mean.clone()
 
@@ -153,7 +159,11 @@ def worker(rank, port, results):
     before = {name: whole(b) for name, b in local.named_buffers()}
     dcnet.average_statistics_(local)
     found["averages"] = (before, {name: whole(b) for name, b in local.named_buffers()})
-    found["projected"], found["columns"], found["mixed"] = projected_after_evaluation(), sharded_by_columns(), mixed_precision()
+    found["projected"], found["columns"], found["mixed"] = (
+        projected_after_evaluation(),
+        sharded_by_columns(),
+        mixed_precision(),
+    )
     found["refused"] = refused()
     results[rank] = found
     dist.barrier()
@@ -175,7 +185,9 @@ def test_steps_equal_those_of_one_process(ranks, way):
     for rank in ranks:
         for name, value in rank[way].items():
             torch.testing.assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-        assert len([name for name in rank[way] if name.startswith("gradient")]) == len([name for name in expected if name.startswith("gradient")])
+        assert len([name for name in rank[way] if name.startswith("gradient")]) == len(
+            [name for name in expected if name.startswith("gradient")]
+        )
 
 
 def test_weighting_matters_here():

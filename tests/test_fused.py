@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 
 SMALL = {
     "grouped": Case(2, (2, 4, 4, 5), (6, 2, 3, 3), True, (("padding", 1), ("groups", 2), ("stride", (2, 1)))),
-    "channels last": Case(2, (2, 3, 5, 4), (5, 3, 3, 2), False, (("padding", "same"), ("dilation", (2, 1))), channels_last=True),
+    "channels last": Case(
+        2, (2, 3, 5, 4), (5, 3, 3, 2), False, (("padding", "same"), ("dilation", (2, 1))), channels_last=True
+    ),
     "grouped, channels last": Case(2, (2, 4, 4, 5), (6, 2, 2, 2), True, (("groups", 2),), channels_last=True),
     "1d": Case(1, (2, 3, 7), (5, 3, 3), True, (("padding", 1), ("padding_mode", "circular"))),
     "linear": Case(0, (7, 9), (5, 9), True, ()),
@@ -55,7 +57,12 @@ def check(case, dtype, magnitude, angular, weighting, mean_norm="batch"):
 
 # Every operator sees one geometry in turn in the interpreter, two on a GPU, all of them there with DCNET_ALL=1 (an hour of compiling).
 TURNS = len(CASES) if os.environ.get("DCNET_ALL") == "1" else 2 if GPU else 1
-PAIRS = [(operator, name) for i, operator in enumerate(OPERATORS) for j, name in enumerate(CASES) if (j - i * TURNS) % len(CASES) < TURNS]
+PAIRS = [
+    (operator, name)
+    for i, operator in enumerate(OPERATORS)
+    for j, name in enumerate(CASES)
+    if (j - i * TURNS) % len(CASES) < TURNS
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32])
@@ -130,14 +137,14 @@ def test_a_users_formula_is_fused(catalogue):
 @pytest.mark.parametrize("name", SMALL if GPU else ["grouped, channels last", "1d", "linear"])
 def test_registered_properly(name):
     """PyTorch's own check of schema, fake implementation and gradients."""
-    from dcnet.ops.fused import launch
+    from dcnet.ops.fused import layout
     from dcnet.ops.fused.function import decoupled
     from dcnet.ops.fused.operands import Effects, Operands, Options, as_arguments
 
     case = SMALL[name]
     tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
     dims = case.dims
-    x = launch.dense(tensors["x"].detach()).requires_grad_()
+    x = layout.dense(tensors["x"].detach()).requires_grad_()
     groups, kernels = case.arguments.get("groups", 1), tensors["weight"].shape[0]
     k = tensors["k"].detach()[None].requires_grad_()
     gamma, beta, running_mean, running_var, slope, bias = (torch.rand(kernels, device=DEVICE) for _ in range(6))
@@ -156,12 +163,27 @@ def test_registered_properly(name):
     plain = Operands(x, tensors["weight"], bias.requires_grad_(), tensors["radius"], mean_norm, k, *[None] * 7)
     check(plain, 1, 1, 0, 0.0, 0, *operator, "linear", False)
     check(plain._replace(mean_norm=None), 1, 2, 0, 0.0, 0, *operator, "separate", False)
-    residual = torch.rand_like(decoupled(plain, Options(*geometry, 1, 1, 0, 0.0, 0, *operator, "", False), Effects())[0]).requires_grad_()
-    parameters = {"gamma": gamma.requires_grad_(), "beta": beta.requires_grad_(), "running_mean": running_mean, "running_var": running_var}
+    residual = torch.rand_like(
+        decoupled(plain, Options(*geometry, 1, 1, 0, 0.0, 0, *operator, "", False), Effects())[0]
+    ).requires_grad_()
+    parameters = {
+        "gamma": gamma.requires_grad_(),
+        "beta": beta.requires_grad_(),
+        "running_mean": running_mean,
+        "running_var": running_var,
+    }
     block = plain._replace(mean_norm=None, **parameters)
     check(block._replace(residual=residual), 2, 3, 2, 1e-3, 1, *operator, "joint", False)
     check(block._replace(slope=slope.requires_grad_()), 2, 2, 1, 1e-3, 2, *operator, "", False)
-    moving = (torch.rand(groups, device=DEVICE), torch.ones((), device=DEVICE), 0.1, running_mean, running_var, torch.tensor(3, device=DEVICE), 0.2)
+    moving = (
+        torch.rand(groups, device=DEVICE),
+        torch.ones((), device=DEVICE),
+        0.1,
+        running_mean,
+        running_var,
+        torch.tensor(3, device=DEVICE),
+        0.2,
+    )
     check(block._replace(running_mean=None, running_var=None), 2, 2, 2, 1e-3, 1, *operator, "", False, effects=moving)
 
 
@@ -174,7 +196,9 @@ def test_second_derivatives_raise():
             return dcnet.decoupled_conv2d(x, w, magnitude=magnitude, impl="fused")
 
         # a compiled `linear` consists of PyTorch's own operations, which have second derivatives
-        for function in (call, torch.compile(call, backend="eager", fullgraph=True)) if magnitude == "tanh" else (call,):
+        for function in (
+            (call, torch.compile(call, backend="eager", fullgraph=True)) if magnitude == "tanh" else (call,)
+        ):
             for inside in (torch.sin, torch.clone):  # the incoming gradient depends on x and w, or not
                 y = function(x, w)
                 (penalised,) = torch.autograd.grad(inside(y).sum(), wanted, create_graph=True)
@@ -200,7 +224,9 @@ def test_compiled(groups):
     blocks = []
     for impl in ("eager", "fused"):
         torch.manual_seed(0)
-        conv = dcnet.DecoupledConv2d(4, 6, 3, padding=1, groups=groups, momentum=None if groups == 2 else 0.1, impl=impl)
+        conv = dcnet.DecoupledConv2d(
+            4, 6, 3, padding=1, groups=groups, momentum=None if groups == 2 else 0.1, impl=impl
+        )
         blocks.append(Block(conv, torch.nn.BatchNorm2d(6), "relu").to(DEVICE))
     expected, actual = blocks
     compiled = torch.compile(actual, fullgraph=True)
@@ -208,7 +234,10 @@ def test_compiled(groups):
         x = torch.randn(2, 4, 5, 5, device=DEVICE)
         inputs = [x.clone().requires_grad_() for _ in blocks]
         outputs = [expected(inputs[0]), compiled(inputs[1])]
-        gradients = [torch.autograd.grad(y.sin().sum(), [z, *b.parameters()]) for y, z, b in zip(outputs, inputs, blocks, strict=True)]
+        gradients = [
+            torch.autograd.grad(y.sin().sum(), [z, *b.parameters()])
+            for y, z, b in zip(outputs, inputs, blocks, strict=True)
+        ]
         for a, b in zip((outputs[0], *gradients[0]), (outputs[1], *gradients[1]), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
     for (name, a), b in zip(expected.state_dict().items(), actual.state_dict().values(), strict=True):
@@ -227,9 +256,12 @@ def test_reasons(catalogue, monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        ValueError, match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64.*; the magnitude 'many' has 4 parameters"
+        ValueError,
+        match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64.*; the magnitude 'many' has 4 parameters",
     ):
-        dcnet.decoupled_conv2d(torch.randn(1, 3, 5, 5).double(), torch.randn(4, 3, 3, 3).double(), magnitude="many", impl="fused")
+        dcnet.decoupled_conv2d(
+            torch.randn(1, 3, 5, 5).double(), torch.randn(4, 3, 3, 3).double(), magnitude="many", impl="fused"
+        )
     assert "TRITON_INTERPRET" not in os.environ
 
 
@@ -240,7 +272,8 @@ def test_empty_batch():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("activation", "with_residual"), [(None, False), ("relu", False), ("relu", True), (None, True), ("prelu", False), ("prelu", True)]
+    ("activation", "with_residual"),
+    [(None, False), ("relu", False), ("relu", True), (None, True), ("prelu", False), ("prelu", True)],
 )
 def test_block(activation, with_residual, training):
     """Epilogue, BatchNorm, residual and activation in shared passes against the same one after the other."""
@@ -250,7 +283,9 @@ def test_block(activation, with_residual, training):
         results = []
         for impl in ("reference", "fused"):
             torch.manual_seed(0)
-            conv = dcnet.DecoupledConv2d(4, 6, 3, padding=1, groups=1 if channels_last else 2, angular="sigmoid:k=learned", impl=impl)
+            conv = dcnet.DecoupledConv2d(
+                4, 6, 3, padding=1, groups=1 if channels_last else 2, angular="sigmoid:k=learned", impl=impl
+            )
             block = Block(conv, torch.nn.BatchNorm2d(6), activation).to(DEVICE)
             torch.nn.init.normal_(block.norm.weight)
             torch.nn.init.normal_(block.norm.bias)
@@ -274,13 +309,13 @@ def test_block(activation, with_residual, training):
 
 @pytest.mark.skipif(GPU, reason="the interpreter takes functions one by one")
 def test_lean_arithmetic_for_16_bits():
-    """`m_half` against float64: a few 1e-7, 0 stays 0 and ±1 stays ±1, and no name is missing."""
+    """`triton_math16` against float64: a few 1e-7, 0 stays 0 and ±1 stays ±1, and no name is missing."""
     import triton
     import triton.language as tl
 
-    from dcnet.ops.fused import m_half
+    from dcnet.ops.fused import triton_math16
 
-    assert set(m_half.__all__) == m.NAMES
+    assert set(triton_math16.__all__) == m.NAMES
 
     @triton.jit
     def apply(x_ptr, y_ptr, F: tl.constexpr, N: tl.constexpr):
@@ -295,14 +330,18 @@ def test_lean_arithmetic_for_16_bits():
     angles = torch.linspace(-1.0, 1.0, 513)[:512].contiguous()
     norms = torch.logspace(-4, 2, 512)
     for function, x, exact in (
-        (m_half.tanh, norms, torch.tanh),
-        (m_half.tanh, angles, torch.tanh),
-        (m_half.asin, angles, torch.asin),
-        (m_half.log1p, norms, torch.log1p),
-        (m_half.rsqrt, norms, torch.rsqrt),
+        (triton_math16.tanh, norms, torch.tanh),
+        (triton_math16.tanh, angles, torch.tanh),
+        (triton_math16.asin, angles, torch.asin),
+        (triton_math16.log1p, norms, torch.log1p),
+        (triton_math16.rsqrt, norms, torch.rsqrt),
     ):
         expected = exact(x.double())
         assert ((values(function, x) - expected).abs() / (1.0 + expected.abs())).max() < 4e-6
     ends = torch.tensor([0.0, 1.0, -1.0, 0.0])
-    assert values(m_half.asin, ends).tolist() == pytest.approx([0.0, math.pi / 2, -math.pi / 2, 0.0], abs=0.0, rel=1e-7)
-    assert values(m_half.tanh, torch.tensor([0.0, 100.0, -100.0, 0.0])).tolist() == pytest.approx([0.0, 1.0, -1.0, 0.0], abs=0.0, rel=2e-7)
+    assert values(triton_math16.asin, ends).tolist() == pytest.approx(
+        [0.0, math.pi / 2, -math.pi / 2, 0.0], abs=0.0, rel=1e-7
+    )
+    assert values(triton_math16.tanh, torch.tensor([0.0, 100.0, -100.0, 0.0])).tolist() == pytest.approx(
+        [0.0, 1.0, -1.0, 0.0], abs=0.0, rel=2e-7
+    )

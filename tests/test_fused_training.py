@@ -28,8 +28,14 @@ def exact_convolutions():
 def network(impl="fused", **options):
     torch.manual_seed(1)
     net = Chain(
-        Block(dcnet.DecoupledConv2d(4, 8, 3, padding=1, angular="linear", impl=impl, **options), nn.BatchNorm2d(8), "relu"),
-        Block(dcnet.DecoupledConv2d(8, 4, 3, magnitude="seg", angular="sigmoid:k=learned", impl=impl, **options), nn.BatchNorm2d(4), "prelu"),
+        Block(
+            dcnet.DecoupledConv2d(4, 8, 3, padding=1, angular="linear", impl=impl, **options), nn.BatchNorm2d(8), "relu"
+        ),
+        Block(
+            dcnet.DecoupledConv2d(8, 4, 3, magnitude="seg", angular="sigmoid:k=learned", impl=impl, **options),
+            nn.BatchNorm2d(4),
+            "prelu",
+        ),
         nn.Flatten(),
         dcnet.DecoupledLinear(4 * 4, 3, magnitude="ball", weighting="separate", impl=impl, **options),
     )
@@ -46,13 +52,22 @@ def step(net, x):
     x = x.clone().requires_grad_()
     y = net(x)
     y.sin().mean().backward()
-    return {"output": y.detach(), "x": x.grad} | {name: p.grad for name, p in net.named_parameters()} | dict(net.named_buffers())
+    return (
+        {"output": y.detach(), "x": x.grad}
+        | {name: p.grad for name, p in net.named_parameters()}
+        | dict(net.named_buffers())
+    )
 
 
 def assert_same(actual, expected, **tolerances):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, msg=lambda text, name=name: f"{name}: {text}", **(tolerances or {"rtol": 1e-3, "atol": 1e-5}))
+        torch.testing.assert_close(
+            actual[name],
+            value,
+            msg=lambda text, name=name: f"{name}: {text}",
+            **(tolerances or {"rtol": 1e-3, "atol": 1e-5}),
+        )
 
 
 def test_a_training_step():
@@ -114,9 +129,16 @@ def test_tensors_elsewhere():
 
 def test_vectors_with_gaps():
     """Kernels read vectors as if they had none."""
-    x, weight, bias, radius = batch(), torch.randn(6, 4, 3, 3, device=DEVICE), torch.randn(12, device=DEVICE), torch.rand(12, device=DEVICE) + 0.5
+    x, weight, bias, radius = (
+        batch(),
+        torch.randn(6, 4, 3, 3, device=DEVICE),
+        torch.randn(12, device=DEVICE),
+        torch.rand(12, device=DEVICE) + 0.5,
+    )
     y = [
-        dcnet.decoupled_conv2d(x, weight, bias[::2], padding=1, radius=radius[::2], mean_norm=torch.ones(1, device=DEVICE), impl=impl)
+        dcnet.decoupled_conv2d(
+            x, weight, bias[::2], padding=1, radius=radius[::2], mean_norm=torch.ones(1, device=DEVICE), impl=impl
+        )
         for impl in ("fused", "reference")
     ]
     torch.testing.assert_close(*y, rtol=1e-5, atol=1e-5)
@@ -207,9 +229,11 @@ class Guards:
             assert whole[self.MARGIN + size :].isnan().all()
 
 
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"momentum": None}], ids=["", "cumulative"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"momentum": None}], ids=["", "cumulative"]
+)
 def test_nobody_writes_outside(monkeypatch, options):
-    from dcnet.ops.fused import backward, forward, launch
+    from dcnet.ops.fused import backward, forward, layout
 
     expected = step(network(**options), batch())
     guards = Guards()
@@ -220,7 +244,7 @@ def test_nobody_writes_outside(monkeypatch, options):
         def __getattr__(self, name):
             return getattr(torch, name)
 
-    for module in (backward, forward, launch):
+    for module in (backward, forward, layout):
         monkeypatch.setattr(module, "torch", Torch())
     net = network(**options)
     x = guards.empty(batch().shape, dtype=torch.float32, device=DEVICE).copy_(batch())

@@ -10,7 +10,11 @@ import dcnet
 CHECKED = [
     *((magnitude, "cosine", None) for magnitude in dcnet.magnitudes()),
     *(("tanh", angular, None) for angular in ANGULARS),
-    *((magnitude, "sigmoid:k=learned", weighting) for magnitude in ("tanh", "seg", "log") for weighting in ("linear", "joint", "separate")),
+    *(
+        (magnitude, "sigmoid:k=learned", weighting)
+        for magnitude in ("tanh", "seg", "log")
+        for weighting in ("linear", "joint", "separate")
+    ),
     ("sphere", "linear", "linear"),
 ]
 
@@ -77,7 +81,9 @@ def test_second_derivatives_through_a_network(angular):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("magnitude", "angular"), [("tanh", "cosine"), ("ball", "linear"), ("log", "sigmoid:k=learned")])
+@pytest.mark.parametrize(
+    ("magnitude", "angular"), [("tanh", "cosine"), ("ball", "linear"), ("log", "sigmoid:k=learned")]
+)
 def test_compiled(magnitude, angular):
     layer = dcnet.DecoupledConv2d(3, 4, 3, padding=1, magnitude=magnitude, angular=angular, bias=True).double()
     compiled = torch.compile(layer, fullgraph=True)
@@ -127,7 +133,9 @@ def test_compiled_functional_form():
     x, w = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
 
     def call(x, w):
-        return dcnet.decoupled_conv2d(x, w, magnitude="seg:beta=0.2", angular="sigmoid:k=0.2", radius=2.0, mean_norm="batch")
+        return dcnet.decoupled_conv2d(
+            x, w, magnitude="seg:beta=0.2", angular="sigmoid:k=0.2", radius=2.0, mean_norm="batch"
+        )
 
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(x, w), call(x, w))
 
@@ -137,7 +145,11 @@ def test_function_transforms():
     x, w = torch.randn(2, 4, 4, 3, dtype=torch.float64), torch.randn(4, 2, 2, 2, dtype=torch.float64)
 
     def loss(w, sample):
-        return dcnet.decoupled_conv2d(sample[None], w, groups=2, magnitude="tanh", angular="linear", radius=2.0).sin().sum()
+        return (
+            dcnet.decoupled_conv2d(sample[None], w, groups=2, magnitude="tanh", angular="linear", radius=2.0)
+            .sin()
+            .sum()
+        )
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
     for i, sample in enumerate(x):

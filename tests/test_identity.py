@@ -52,7 +52,14 @@ def assert_plain(case, seed, weighting, impl):
     tensors = operands(case, "linear", "cosine", seed=seed)
     expected = plain(case, tensors)
     y = FUNCTIONS[case.dims](
-        tensors["x"], tensors["weight"], tensors.get("bias"), **case.arguments, magnitude="linear", angular="cosine", weighting=weighting, impl=impl
+        tensors["x"],
+        tensors["weight"],
+        tensors.get("bias"),
+        **case.arguments,
+        magnitude="linear",
+        angular="cosine",
+        weighting=weighting,
+        impl=impl,
     )
     assert_close(
         {"output": y.detach(), **gradients(y, tensors)},
@@ -68,9 +75,19 @@ def test_relu_cosine_is_convolution_and_relu(case, seed):
     tensors.pop("bias", None)
     expected = plain(case, tensors).relu()
     y = FUNCTIONS[case.dims](
-        tensors["x"], tensors["weight"], **case.arguments, magnitude="linear", angular="relu_cosine", weighting="linear", impl="eager"
+        tensors["x"],
+        tensors["weight"],
+        **case.arguments,
+        magnitude="linear",
+        angular="relu_cosine",
+        weighting="linear",
+        impl="eager",
     )
-    assert_close({"output": y.detach(), **gradients(y, tensors)}, {"output": expected.detach(), **gradients(expected, tensors)}, 1e-9)
+    assert_close(
+        {"output": y.detach(), **gradients(y, tensors)},
+        {"output": expected.detach(), **gradients(expected, tensors)},
+        1e-9,
+    )
 
 
 def test_linear_cosine_computes_no_norm(monkeypatch):
@@ -83,7 +100,9 @@ def test_linear_cosine_computes_no_norm(monkeypatch):
     x, w = torch.randn(2, 4, 5, 5), torch.randn(6, 4, 3, 3)
     y = dcnet.decoupled_conv2d(x, w, magnitude="linear:alpha=2", angular="cosine")
     monkeypatch.undo()
-    torch.testing.assert_close(y, dcnet.decoupled_conv2d(x, w, magnitude="linear:alpha=2", angular="cosine", impl="reference"))
+    torch.testing.assert_close(
+        y, dcnet.decoupled_conv2d(x, w, magnitude="linear:alpha=2", angular="cosine", impl="reference")
+    )
 
 
 def test_no_unfold_outside_the_reference():

@@ -34,19 +34,30 @@ def test_angles_and_norms_are_those_of_unfolded_patches(kind):
         patches, kernels = [x], [layer.weight]
     else:
         groups = layer.groups
-        unfolded = nn.functional.unfold(x, 3, padding=1, stride=layer.stride).transpose(1, 2).reshape(-1, groups, 36 // groups)
+        unfolded = (
+            nn.functional.unfold(x, 3, padding=1, stride=layer.stride).transpose(1, 2).reshape(-1, groups, 36 // groups)
+        )
         patches, kernels = list(unfolded.unbind(1)), list(layer.weight.flatten(1).chunk(groups))
     norms = torch.stack([(patch.square().sum(1) + 1e-4).sqrt() for patch in patches])
     sizes = [(w.square().sum(1) + 1e-4).sqrt() for w in kernels]
-    theta = torch.cat([(p @ w.T / (n[:, None] * s)).clamp(-1, 1).acos().flatten() for p, w, n, s in zip(patches, kernels, norms, sizes, strict=True)])
+    theta = torch.cat(
+        [
+            (p @ w.T / (n[:, None] * s)).clamp(-1, 1).acos().flatten()
+            for p, w, n, s in zip(patches, kernels, norms, sizes, strict=True)
+        ]
+    )
     assert found["mean_norm"] == pytest.approx(float(norms.mean()), rel=1e-4)
     assert found["theta_mean"] == pytest.approx(float(theta.mean()), rel=1e-4)
     expected = torch.histc(theta, BINS, 0, torch.pi)
-    assert (torch.tensor(found["theta"]) - expected).abs().sum() <= 0.01 * len(theta)  # some lie on the border of two bins
+    assert (torch.tensor(found["theta"]) - expected).abs().sum() <= 0.01 * len(
+        theta
+    )  # some lie on the border of two bins
     assert sum(found["theta"]) == len(theta)
     assert sum(found["norm"]) == norms.numel()
     if kind in ("conv", "grouped"):
-        assert found["radius"][2] == pytest.approx((1 + 1e-4) / float(norms.mean()), rel=1e-3)  # ρ = 1 + 1e-4, E still 1
+        assert found["radius"][2] == pytest.approx(
+            (1 + 1e-4) / float(norms.mean()), rel=1e-3
+        )  # ρ = 1 + 1e-4, E still 1
 
 
 def test_far_norms_are_in_the_last_bin():
@@ -114,7 +125,9 @@ def test_what_was_learned_is_in_the_metrics(run):
     assert set(learned) == {"radius", "k"}
     assert len(learned["radius"]) == 8
     layer = run.model.requires_grad_(False).stages[0].conv
-    assert learned["radius"]["stages.0.conv"] == pytest.approx(layer.effective_radius.quantile(torch.linspace(0, 1, 5)).tolist(), rel=1e-4)
+    assert learned["radius"]["stages.0.conv"] == pytest.approx(
+        layer.effective_radius.quantile(torch.linspace(0, 1, 5)).tolist(), rel=1e-4
+    )
     assert learned["k"]["stages.0.conv"][0] == pytest.approx(float(layer.learned_parameters["k"].min()), rel=1e-4)
 
 

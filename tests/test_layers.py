@@ -22,7 +22,11 @@ EXTRAS = {"raw_radius", "running_norm", "num_batches_tracked"}
 
 @pytest.mark.parametrize(("plain", "decoupled", "lazy", "dims"), CONVS)
 def test_subclass_with_the_same_keys(plain, decoupled, lazy, dims):
-    for options in ({"magnitude": "sphere"}, {"magnitude": "linear", "angular": "sigmoid"}, {"magnitude": "ball", "radius": 2.5}):
+    for options in (
+        {"magnitude": "sphere"},
+        {"magnitude": "linear", "angular": "sigmoid"},
+        {"magnitude": "ball", "radius": 2.5},
+    ):
         layer = decoupled(4, 6, 3, **options)
         assert isinstance(layer, plain)
         assert layer.bias is None
@@ -60,9 +64,18 @@ def test_radius_and_k():
 
 
 def test_layer_is_the_functional_form():
-    layer = dcnet.DecoupledConv2d(4, 6, 3, padding=2, stride=2, groups=2, bias=True, magnitude="seg:beta=0.1", angular="sigmoid:k=learned").double()
+    layer = dcnet.DecoupledConv2d(
+        4, 6, 3, padding=2, stride=2, groups=2, bias=True, magnitude="seg:beta=0.1", angular="sigmoid:k=learned"
+    ).double()
     x = torch.randn(3, 4, 7, 7, dtype=torch.float64, requires_grad=True)
-    common = {"stride": 2, "padding": 2, "groups": 2, "magnitude": "seg:beta=0.1", "angular": "sigmoid", "radius": layer.effective_radius}
+    common = {
+        "stride": 2,
+        "padding": 2,
+        "groups": 2,
+        "magnitude": "seg:beta=0.1",
+        "angular": "sigmoid",
+        "radius": layer.effective_radius,
+    }
     common["parameters"] = layer.learned_parameters
     results = []
     for y in (layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm="batch")):
@@ -70,7 +83,9 @@ def test_layer_is_the_functional_form():
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
     layer.eval()
-    torch.testing.assert_close(layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm=layer.running_norm))
+    torch.testing.assert_close(
+        layer(x), dcnet.decoupled_conv2d(x, layer.weight, layer.bias, **common, mean_norm=layer.running_norm)
+    )
     norms = dcnet.patch_norm(x, 3, stride=2, padding=2, groups=2)
     assert norms.shape == (3, 2, 5, 5)
     torch.testing.assert_close(layer.running_norm, norms.mean((0, 2, 3)))
@@ -80,7 +95,9 @@ def test_layer_is_the_functional_form():
 
 
 def test_round_trips():
-    layer = dcnet.DecoupledConv2d(4, 6, 3, bias=True, magnitude="seg:beta=0.2", angular="sigmoid:k=learned", momentum=None)
+    layer = dcnet.DecoupledConv2d(
+        4, 6, 3, bias=True, magnitude="seg:beta=0.2", angular="sigmoid:k=learned", momentum=None
+    )
     x = torch.randn(2, 4, 6, 6)
     layer(x)
     layer.eval()
@@ -171,7 +188,9 @@ def test_shapes_dtypes_and_formats_are_the_plain_layers(plain, decoupled, lazy, 
 
 
 def test_repr():
-    text = repr(dcnet.DecoupledConv2d(64, 128, 3, padding=1, magnitude="seg:alpha=1,beta=0.25", weighting="linear", eps=0.0))
+    text = repr(
+        dcnet.DecoupledConv2d(64, 128, 3, padding=1, magnitude="seg:alpha=1,beta=0.25", weighting="linear", eps=0.0)
+    )
     expected = "magnitude='seg:beta=0.25', angular='cosine', weighting='linear', radius='learned', eps=0.0)"
     assert text.startswith("DecoupledConv2d(64, 128, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)")
     assert text.endswith(expected)
@@ -233,7 +252,9 @@ def test_checkpointing_counts_once(reentrant):
         x = torch.randn(2, 3, 6, 6, requires_grad=True)
         y = checkpoint(layer, x, use_reentrant=reentrant) if wrapped else layer(x)
         y.sin().sum().backward()
-        results.append((layer.num_batches_tracked, layer.running_norm, x.grad, layer.weight.grad, layer.raw_radius.grad))
+        results.append(
+            (layer.num_batches_tracked, layer.running_norm, x.grad, layer.weight.grad, layer.raw_radius.grad)
+        )
         assert layer.num_batches_tracked == 1
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
@@ -252,7 +273,9 @@ def test_checkpointing_a_compiled_layer_counts_once(reentrant):
 def test_compiling_a_checkpointed_layer():
     layer = dcnet.DecoupledConv2d(3, 4, 3)
     x = torch.randn(2, 3, 6, 6, requires_grad=True)
-    torch.compile(lambda t: checkpoint(layer, t, use_reentrant=False).sum(), fullgraph=True, backend="aot_eager")(x).backward()
+    torch.compile(lambda t: checkpoint(layer, t, use_reentrant=False).sum(), fullgraph=True, backend="aot_eager")(
+        x
+    ).backward()
     assert layer.num_batches_tracked == 1
 
 
@@ -283,7 +306,12 @@ def test_dead_groups_without_eps():
 
 
 def test_recalibrate():
-    net = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.Dropout(0.5), nn.BatchNorm2d(4), dcnet.DecoupledConv2d(4, 4, 3, magnitude="sphere"))
+    net = nn.Sequential(
+        dcnet.DecoupledConv2d(3, 4, 3),
+        nn.Dropout(0.5),
+        nn.BatchNorm2d(4),
+        dcnet.DecoupledConv2d(4, 4, 3, magnitude="sphere"),
+    )
     net(torch.randn(2, 3, 8, 8))
     net[1].eval()
     batches = [torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8) * 3]
@@ -292,7 +320,9 @@ def test_recalibrate():
     means = [dcnet.patch_norm(x, 3).mean() for x in batches]
     torch.testing.assert_close(net[0].running_norm, torch.stack(means).mean(0, keepdim=True))
     with torch.no_grad():
-        features = [dcnet.decoupled_conv2d(x, net[0].weight, radius=net[0].effective_radius, mean_norm="batch") for x in batches]
+        features = [
+            dcnet.decoupled_conv2d(x, net[0].weight, radius=net[0].effective_radius, mean_norm="batch") for x in batches
+        ]
     torch.testing.assert_close(net[2].running_mean, torch.stack([f.mean((0, 2, 3)) for f in features]).mean(0))
     assert [module.training for module in net.modules()] == modes
     assert net[0].momentum == net[2].momentum == 0.1
@@ -311,7 +341,10 @@ def test_recalibrate():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
 @pytest.mark.parametrize(
     ("how", "momentum", "value"),
-    [("compiled", 0.1, math.nan), *((how, *rest) for how in ("eager", "fused") for rest in ((0.1, math.nan), (None, math.inf)))],
+    [
+        ("compiled", 0.1, math.nan),
+        *((how, *rest) for how in ("eager", "fused") for rest in ((0.1, math.nan), (None, math.inf))),
+    ],
 )
 def test_a_pixel_that_is_not_finite_does_not_stay(how, momentum, value):
     """The batch it is in does not enter the averages, whether it is the first or a later one; groups without it go on."""
@@ -324,7 +357,9 @@ def test_a_pixel_that_is_not_finite_does_not_stay(how, momentum, value):
     for groups in (1, 2) if how != "compiled" else (2,):
         layers = []
         for batches in ([bad, good[1], bad, good[2]], [good[1], good[2]]):
-            layer = dcnet.DecoupledConv2d(4, 6, 3, groups=groups, momentum=momentum, impl="fused" if how == "fused" else "auto", device=device)
+            layer = dcnet.DecoupledConv2d(
+                4, 6, 3, groups=groups, momentum=momentum, impl="fused" if how == "fused" else "auto", device=device
+            )
             call = torch.compile(layer, backend="aot_eager") if how == "compiled" else layer
             for x in batches:
                 call(x)
@@ -338,14 +373,19 @@ def test_a_pixel_that_is_not_finite_does_not_stay(how, momentum, value):
 
 def test_the_name_of_the_input():
     """As nn.Conv2d and nn.Linear have it."""
-    for layer, x in ((dcnet.DecoupledConv2d(3, 4, 3), torch.randn(1, 3, 5, 5)), (dcnet.DecoupledLinear(3, 4), torch.randn(2, 3))):
+    for layer, x in (
+        (dcnet.DecoupledConv2d(3, 4, 3), torch.randn(1, 3, 5, 5)),
+        (dcnet.DecoupledLinear(3, 4), torch.randn(2, 3)),
+    ):
         assert torch.equal(layer.eval()(input=x), layer(x))
 
 
 def test_a_bias_for_a_layer_without_one():
     """The error says what to do; with strict=False it is PyTorch's affair."""
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
-    with pytest.raises(RuntimeError, match=r'"0.bias \(a decoupled layer has no bias by default: make it with bias=True'):
+    with pytest.raises(
+        RuntimeError, match=r'"0.bias \(a decoupled layer has no bias by default: make it with bias=True'
+    ):
         nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.ReLU()).load_state_dict(plain.state_dict())
     found = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.ReLU()).load_state_dict(plain.state_dict(), strict=False)
     assert found.unexpected_keys == ["0.bias"]

@@ -26,7 +26,9 @@ def conv(inputs: int, outputs: int, kernel: int = 3) -> int:
 
 def stage(inputs: int, width: int, units: int) -> int:
     """Parameters of a stage of residual units; a 1×1 shortcut where the width changes."""
-    return conv(inputs, width) + (2 * units - 1) * conv(width, width) + (conv(inputs, width, 1) if inputs != width else 0)
+    return (
+        conv(inputs, width) + (2 * units - 1) * conv(width, width) + (conv(inputs, width, 1) if inputs != width else 0)
+    )
 
 
 # of the plain twins for 10 classes and 32×32 images with 3 channels, counted from the paper's table
@@ -34,16 +36,27 @@ PARAMETERS = {
     "cnn9": sum([conv(3, 64), 2 * conv(64, 64), conv(64, 128), 2 * conv(128, 128), conv(128, 256), 2 * conv(256, 256)])
     + (256 * 16 * 512 + 2 * 512)
     + (512 * 10 + 10),
-    "cnn9_narrow": 9 * (3 * 32 + 2 * 32**2 + 32 * 64 + 2 * 64**2 + 64 * 128 + 2 * 128**2) + 128 * 16 * 256 + 256 * 10 + 10,
+    "cnn9_narrow": 9 * (3 * 32 + 2 * 32**2 + 32 * 64 + 2 * 64**2 + 64 * 128 + 2 * 128**2)
+    + 128 * 16 * 256
+    + 256 * 10
+    + 10,
     "resnet32": conv(3, 96) + stage(96, 96, 5) + stage(96, 192, 5) + stage(192, 384, 5) + 384 * 10 + 10,
-    "resnet18": conv(3, 64, 7) + stage(64, 64, 2) + stage(64, 128, 2) + stage(128, 256, 2) + stage(256, 512, 2) + 512 * 10 + 10,
+    "resnet18": conv(3, 64, 7)
+    + stage(64, 64, 2)
+    + stage(64, 128, 2)
+    + stage(128, 256, 2)
+    + stage(256, 512, 2)
+    + 512 * 10
+    + 10,
     "resnet18_modified": conv(3, 128, 7)
     + (conv(128, 128) + stage(128, 128, 1))
     + (conv(128, 256) + stage(256, 256, 2))
     + (conv(256, 512) + stage(512, 512, 3))
     + conv(512, 1024)
     + (1024 * 10 + 10)
-    + (128 + 128 + 256 + 512 + 1024 + 1 * 128 + 2 * 256 + 3 * 512),  # slopes: of root and convolutions between stages, and in each unit
+    + (
+        128 + 128 + 256 + 512 + 1024 + 1 * 128 + 2 * 256 + 3 * 512
+    ),  # slopes: of root and convolutions between stages, and in each unit
     "cnn6_2d": sum([conv(3, 32), conv(32, 32), conv(32, 64), conv(64, 64), conv(64, 128), conv(128, 128)])
     + (128 * 16 * 256 + 2 * 256)
     + 256 * 2
@@ -99,7 +112,13 @@ def test_initialisation(magnitude):
 
 def test_options():
     net = dcnet.create_model(
-        "cnn9_narrow", norm="batch", activation="prelu", head="normalized", penultimate_activation=True, weighting="linear", radius=2.0
+        "cnn9_narrow",
+        norm="batch",
+        activation="prelu",
+        head="normalized",
+        penultimate_activation=True,
+        weighting="linear",
+        radius=2.0,
     )
     assert isinstance(net.head, dcnet.DecoupledLinear)
     assert net.penultimate.slope.tolist() == [0.0] * 256
@@ -113,8 +132,14 @@ def test_options():
         ({"norm": "layer"}, "unknown norm 'layer'"),
         ({"activation": "gelu"}, "unknown activation 'gelu'"),
         ({"head": "cosine"}, "unknown head 'cosine'"),
-        ({"name": "resnet18", "penultimate_activation": True}, "resnet18 has no penultimate layer .* possible for cnn9, cnn9_narrow"),
-        ({"name": "cnn6_2d", "penultimate_norm": True}, "penultimate_norm=True: cnn6_2d has no penultimate layer of which"),
+        (
+            {"name": "resnet18", "penultimate_activation": True},
+            "resnet18 has no penultimate layer .* possible for cnn9, cnn9_narrow",
+        ),
+        (
+            {"name": "cnn6_2d", "penultimate_norm": True},
+            "penultimate_norm=True: cnn6_2d has no penultimate layer of which",
+        ),
         ({"root_activation": True}, "cnn9 has no root convolution; possible for resnet32"),
         ({"input_size": 7}, "input_size=7 is too small for 3 poolings; possible: 8 and up"),
         ({"magnitude": None, "radius": 2.0}, "magnitude=None builds a plain network"),
@@ -150,7 +175,11 @@ def test_two_features_are_the_operators_own():
 
 
 def test_activations_of_roots():
-    assert [dcnet.create_model(name).root.activation for name in ("resnet32", "resnet18", "resnet18_modified")] == [None, "relu", "prelu"]
+    assert [dcnet.create_model(name).root.activation for name in ("resnet32", "resnet18", "resnet18_modified")] == [
+        None,
+        "relu",
+        "prelu",
+    ]
     assert dcnet.create_model("resnet32", root_activation=True).root.activation == "relu"
     assert dcnet.create_model("resnet18", root_activation=False).root.activation is None
 
@@ -172,7 +201,10 @@ def test_a_normalized_classifier_is_neither_projected_nor_orthogonal():
 
 def test_unknown_arguments_are_named():
     for options, message in (
-        ({"magnitud": "tanh"}, "create_model() has no argument 'magnitud'. Did you mean 'magnitude'? Possible: name, num_classes"),
+        (
+            {"magnitud": "tanh"},
+            "create_model() has no argument 'magnitud'. Did you mean 'magnitude'? Possible: name, num_classes",
+        ),
         ({"radus": 2.0, "magnitude": None}, "has no argument 'radus'. Did you mean 'radius'?"),
         ({"device": "cpu"}, "has no argument 'device'."),
     ):

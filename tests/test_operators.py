@@ -43,10 +43,11 @@ LARGE = Case(2, (4, 16, 10, 10), (64, 8, 3, 3), True, (("padding", 1), ("groups"
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("magnitude", "angular", "weighting"), [("tanh", "cosine", None), ("seg", "sigmoid:k=learned", "joint"), ("ball", "linear", "separate")]
+    ("magnitude", "angular", "weighting"),
+    [("tanh", "cosine", None), ("seg", "sigmoid:k=learned", "joint"), ("ball", "linear", "separate")],
 )
 def test_pieces(magnitude, angular, weighting, dtype, channels_last, monkeypatch):
-    monkeypatch.setattr("dcnet.ops.pieces.PIECE", 8_000)
+    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 8_000)
     case = Case(LARGE.dims, LARGE.x, LARGE.weight, LARGE.bias, LARGE.geometry, channels_last)
     tensors = operands(case, magnitude, angular, dtype)
     exact = run(case, as_float64(tensors), magnitude, angular, weighting, "reference")
@@ -60,12 +61,19 @@ def test_pieces(magnitude, angular, weighting, dtype, channels_last, monkeypatch
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("magnitude", "angular", "weighting"),
-    [("tanh", "cosine", None), ("ball", "linear", None), ("mix", "square_cosine", "linear"), ("linear", "cosine", None)],
+    [
+        ("tanh", "cosine", None),
+        ("ball", "linear", None),
+        ("mix", "square_cosine", "linear"),
+        ("linear", "cosine", None),
+    ],
 )
 def test_autocast(magnitude, angular, weighting, autocast):
     tensors = operands(LARGE, magnitude, angular, torch.float32)
     rounded = {
-        name: t.detach().to(autocast).double().requires_grad_() if name in ("x", "weight") else t.detach().double().requires_grad_()
+        name: t.detach().to(autocast).double().requires_grad_()
+        if name in ("x", "weight")
+        else t.detach().double().requires_grad_()
         for name, t in tensors.items()
     }
     exact = run(LARGE, rounded, magnitude, angular, weighting, "reference")

@@ -48,7 +48,9 @@ def test_projection(scale):
 def test_projection_in_float64_is_exact():
     layer = dcnet.DecoupledConv2d(4, 8, 3, dtype=torch.float64)
     dcnet.project_weights_(layer)
-    torch.testing.assert_close(layer.weight.square().flatten(1).sum(1), torch.ones(8, dtype=torch.float64), rtol=1e-15, atol=0.0)
+    torch.testing.assert_close(
+        layer.weight.square().flatten(1).sum(1), torch.ones(8, dtype=torch.float64), rtol=1e-15, atol=0.0
+    )
 
 
 @pytest.mark.parametrize("tool", [dcnet.project_weights_, dcnet.weight_gradients_])
@@ -69,7 +71,9 @@ def test_weighted_operators_are_refused(tool):
 
 def test_weight_projection_counts_steps():
     net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)  # the gradient is orthogonal to the kernel: small steps hardly change ‖w‖
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.5
+    )  # the gradient is orthogonal to the kernel: small steps hardly change ‖w‖
     projection = dcnet.WeightProjection(net, optimizer, scale=1.5, every=3)
     x = torch.randn(2, 3, 5, 5)
 
@@ -135,7 +139,9 @@ def test_weighted_gradients_of_a_shared_kernel_once():
     layer.weight.grad = None
     dcnet.weight_gradients_(net)
     net(x).sin().sum().backward()
-    torch.testing.assert_close(layer.weight.grad, standard * kernel_norm(layer.weight.detach()).reshape(-1, 1, 1, 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        layer.weight.grad, standard * kernel_norm(layer.weight.detach()).reshape(-1, 1, 1, 1), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_parametrized_kernels():
@@ -170,7 +176,9 @@ def test_penalties():
     torch.testing.assert_close(dcnet.orthonormal_penalty(net), orthonormal)
     wanted = [net[1].weight, net[4].weight]
     for mine, theirs in ((dcnet.orthogonal_penalty(net), orthogonal), (dcnet.orthonormal_penalty(net), orthonormal)):
-        for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted, retain_graph=True), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted, retain_graph=True), strict=True
+        ):
             torch.testing.assert_close(a, b)
     weighted = with_weighted()
     assert torch.equal(dcnet.orthonormal_penalty(weighted), dcnet.orthonormal_penalty(weighted[:1]))
@@ -178,7 +186,9 @@ def test_penalties():
     net.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert dcnet.orthogonal_penalty(net).dtype == torch.float32
-        torch.testing.assert_close(dcnet.orthogonal_penalty(net).double(), orthogonal.detach(), rtol=1e-5, atol=0.0, check_dtype=False)
+        torch.testing.assert_close(
+            dcnet.orthogonal_penalty(net).double(), orthogonal.detach(), rtol=1e-5, atol=0.0, check_dtype=False
+        )
 
 
 def test_orthogonal_kernels_have_no_penalty():
@@ -204,7 +214,14 @@ def test_parameter_groups():
         "1.0.raw_radius",
         "1.1.raw_radius",
     }
-    assert {names[p] for p in decay["params"]} == {"0.0.weight", "0.0.bias", "0.1.bias", "0.2.weight", "0.2.bias", "1.1.weight"}
+    assert {names[p] for p in decay["params"]} == {
+        "0.0.weight",
+        "0.0.bias",
+        "0.1.bias",
+        "0.2.weight",
+        "0.2.bias",
+        "1.1.weight",
+    }
     torch.optim.SGD([decay, exempt], lr=0.1)
     assert len(dcnet.parameter_groups(nn.Linear(2, 2))) == 1
     with pytest.raises(ValueError, match="weight_decay must be a finite number ≥ 0, got -1"):

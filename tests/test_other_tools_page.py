@@ -23,7 +23,9 @@ def packages(code):
 
 
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
-@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: "-".join(sorted(packages(code) - {"torch", "dcnet"})) or "dcnet")
+@pytest.mark.parametrize(
+    "code", BLOCKS, ids=lambda code: "-".join(sorted(packages(code) - {"torch", "dcnet"})) or "dcnet"
+)
 def test_the_code_runs(code, tmp_path, monkeypatch):
     missing = [name for name in packages(code) if find_spec(name) is None]
     if missing:
@@ -45,4 +47,6 @@ def test_the_code_runs(code, tmp_path, monkeypatch):
 
 def test_the_page_has_the_code():
     assert len(BLOCKS) >= 7
-    assert {"transformers", "lightning", "accelerate", "timm", "fvcore", "ptflops"} <= set().union(*map(packages, BLOCKS))
+    assert {"transformers", "lightning", "accelerate", "timm", "fvcore", "ptflops"} <= set().union(
+        *map(packages, BLOCKS)
+    )

@@ -51,7 +51,10 @@ def run(tmp_path, catalogue):
 
 def test_the_copy_is_the_formula(run, tmp_path):
     images = torch.rand(4, 1, 8, 8)
-    with pytest.raises(MissingFormula, match=r"was trained with the angular function 'tests_blend', which is not known here.*--formulas FILE"):
+    with pytest.raises(
+        MissingFormula,
+        match=r"was trained with the angular function 'tests_blend', which is not known here.*--formulas FILE",
+    ):
         dcnet.load(run)
     assert "tests_blend" not in dcnet.angulars()  # nothing was executed
     trusted = dcnet.load(run, trust_formulas=True)(images)
@@ -59,10 +62,15 @@ def test_the_copy_is_the_formula(run, tmp_path):
     forget()
     exec(compile(MINE, str(tmp_path / "mine.py"), "exec"), {})
     assert torch.equal(dcnet.load(run)(images), trusted)
-    assert (copied.parameters, copied.text) == (dcnet.angulars()["tests_blend"].parameters, dcnet.angulars()["tests_blend"].text)
+    assert (copied.parameters, copied.text) == (
+        dcnet.angulars()["tests_blend"].parameters,
+        dcnet.angulars()["tests_blend"].text,
+    )
     forget()
     # it is a file for --formulas too, and the copy that is known already is not executed again
-    assert call("evaluate", run, "--formulas", run / "formulas.py", "--trust-formulas", "--device", "cpu").exit_code == 0
+    assert (
+        call("evaluate", run, "--formulas", run / "formulas.py", "--trust-formulas", "--device", "cpu").exit_code == 0
+    )
 
 
 def test_every_command_names_what_is_missing(run, tmp_path):
@@ -89,7 +97,9 @@ def test_another_formula_of_that_name(run, tmp_path):
     result = call("evaluate", run, "--formulas", tmp_path / "mine.py", "--device", "cpu")
     assert result.exit_code == 1
     assert "was trained with another angular function 'tests_blend'" in result.output
-    assert "another one of that name is known here" in " ".join(call("evaluate", run, "--trust-formulas").output.split())
+    assert "another one of that name is known here" in " ".join(
+        call("evaluate", run, "--trust-formulas").output.split()
+    )
     forget()
     (tmp_path / "mine.py").write_text(MINE.replace("# why", "# because").replace('"""a·cos', '"""A·cos'))  # only words
     assert call("evaluate", run, "--formulas", tmp_path / "mine.py", "--device", "cpu").exit_code == 0
@@ -118,7 +128,12 @@ def test_all_that_registration_admits(tmp_path, catalogue):
     del _CATALOGUES["magnitude"]["rational"], _CATALOGUES["angular"]["rooted"]
     assert torch.equal(dcnet.load(folder, trust_formulas=True)(images), expected)
     for old, new in zip(before, [dcnet.magnitudes()["rational"], dcnet.angulars()["rooted"]], strict=True):
-        assert (old.parameters, old.has_radius, old.bounded, old.text) == (new.parameters, new.has_radius, new.bounded, new.text)
+        assert (old.parameters, old.has_radius, old.bounded, old.text) == (
+            new.parameters,
+            new.has_radius,
+            new.bounded,
+            new.text,
+        )
 
 
 def test_without_source_there_is_a_warning(tmp_path, catalogue):

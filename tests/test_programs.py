@@ -62,7 +62,15 @@ def test_what_is_the_same_for_every_piece_is_computed_once():
         return x * tripled + tripled, tripled
 
     one = torch.ones(FULL, dtype=torch.float64)
-    pair = record(formula, lambda x, e, row: (e * row,), {"x": one}, {"e": one}, torch.Size(FULL), True, once={"row": one[0, ..., :1]})
+    pair = record(
+        formula,
+        lambda x, e, row: (e * row,),
+        {"x": one},
+        {"e": one},
+        torch.Size(FULL),
+        True,
+        once={"row": one[0, ..., :1]},
+    )
     row = torch.randn(3, 5, 1, dtype=torch.float64)
     program, expected = pair.forward(row), torch.exp(row) * 3.0
     row.zero_()  # too late
@@ -85,7 +93,11 @@ def test_what_is_read_later_or_handed_out_is_not_written_over():
 
     one = torch.ones(FULL, dtype=torch.float64)
     pair = record(formula, later, {"x": one, "row": one[0, ..., :1]}, {"e": one}, torch.Size(FULL), True)
-    x, row, e = torch.randn(FULL, dtype=torch.float64), torch.randn(3, 5, 1, dtype=torch.float64), torch.randn(FULL, dtype=torch.float64)
+    x, row, e = (
+        torch.randn(FULL, dtype=torch.float64),
+        torch.randn(3, 5, 1, dtype=torch.float64),
+        torch.randn(FULL, dtype=torch.float64),
+    )
     y, grad_x = torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
     results = pair.forward()(y, x, row)
     torch.testing.assert_close((y, *results), formula(x, row))
@@ -105,7 +117,11 @@ def test_what_is_kept_stays():
         torch.Size(FULL),
         keep=True,
     )
-    x, y, kept = torch.randn(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
+    x, y, kept = (
+        torch.randn(FULL, dtype=torch.float64),
+        torch.empty(FULL, dtype=torch.float64),
+        torch.empty(FULL, dtype=torch.float64),
+    )
     pair.forward()(y, kept, x)
     torch.testing.assert_close(kept, torch.tanh(x))  # the product that reads it last does not write over it
     torch.testing.assert_close(y, *forward(x))
@@ -136,7 +152,9 @@ def test_a_number_of_one_and_repetitions_cost_nothing():
 def test_no_map_is_kept_where_no_gradient_is_wanted(monkeypatch):
     counts = []
     programs = epilogue._programs
-    monkeypatch.setattr(epilogue, "_programs", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments))
+    monkeypatch.setattr(
+        epilogue, "_programs", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments)
+    )
     layer, x = dcnet.DecoupledConv2d(3, 4, 3), torch.randn(2, 3, 5, 5)
     layer(x)
     with torch.no_grad():
@@ -146,13 +164,20 @@ def test_no_map_is_kept_where_no_gradient_is_wanted(monkeypatch):
     assert counts == [1, 0, 0]
 
 
-OPERATORS = [("tanh", "cosine", None), ("sphere", "cosine", None), ("seg", "sigmoid:k=learned", "linear"), ("ball", "power_cosine", "joint")]
+OPERATORS = [
+    ("tanh", "cosine", None),
+    ("sphere", "cosine", None),
+    ("seg", "sigmoid:k=learned", "linear"),
+    ("ball", "power_cosine", "joint"),
+]
 
 
 def blocks(magnitude, angular, weighting, bias):
     """A block as it is, and one whose ReLU follows by itself."""
     torch.manual_seed(0)
-    conv = dcnet.DecoupledConv2d(4, 6, 3, padding=1, groups=2, bias=bias, magnitude=magnitude, angular=angular, weighting=weighting).double()
+    conv = dcnet.DecoupledConv2d(
+        4, 6, 3, padding=1, groups=2, bias=bias, magnitude=magnitude, angular=angular, weighting=weighting
+    ).double()
     block = Block(conv)
     return block, nn.Sequential(conv, nn.ReLU())
 
@@ -189,7 +214,7 @@ def test_relu_of_a_clamped_angle():
 
 def test_angles_beyond_one_in_one_piece(monkeypatch):
     """Rounding brings d/n above 1 in some of the patches of the third image, and nowhere else."""
-    monkeypatch.setattr("dcnet.ops.pieces.PIECE", 128)
+    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 128)
     torch.manual_seed(0)
     layer = dcnet.DecoupledConv2d(16, 4, 1, angular="linear", eps=0.0, impl="eager")
     reference = copy.deepcopy(layer)
@@ -279,9 +304,11 @@ def register_awkward():
 )
 def test_awkward_formulas(magnitude, angular, monkeypatch):
     register_awkward()
-    monkeypatch.setattr("dcnet.ops.pieces.PIECE", 100)  # several pieces
+    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 100)  # several pieces
     torch.manual_seed(0)
-    eager = dcnet.DecoupledConv2d(3, 5, 3, padding=1, bias=True, magnitude=magnitude, angular=angular, impl="eager").double()
+    eager = dcnet.DecoupledConv2d(
+        3, 5, 3, padding=1, bias=True, magnitude=magnitude, angular=angular, impl="eager"
+    ).double()
     reference = copy.deepcopy(eager)
     reference.impl = "reference"
     results = []
@@ -322,7 +349,9 @@ def test_patches_of_zeros_without_eps(magnitude, angular):
     gradients = []
     for impl in ("eager", "reference"):
         given = x.clone().requires_grad_()
-        dcnet.decoupled_conv2d(given, weight, magnitude=magnitude, angular=angular, radius=radius, eps=0.0, impl=impl).sum().backward()
+        dcnet.decoupled_conv2d(
+            given, weight, magnitude=magnitude, angular=angular, radius=radius, eps=0.0, impl=impl
+        ).sum().backward()
         gradients.append(given.grad)
     torch.testing.assert_close(*gradients)
 
@@ -354,7 +383,11 @@ def test_norms_without_a_gradient_have_none():
     seen = []
     real = eager_implementation.epilogue
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager_implementation, "epilogue", lambda dot, norms, *rest, **more: seen.append(norms) or real(dot, norms, *rest, **more))
+        patch.setattr(
+            eager_implementation,
+            "epilogue",
+            lambda dot, norms, *rest, **more: seen.append(norms) or real(dot, norms, *rest, **more),
+        )
         layer(x)
         layer(x.requires_grad_())
     assert [norms.requires_grad for norms in seen] == [False, True]

@@ -22,18 +22,50 @@ def test_round_trip(name, tmp_path):
 def test_the_paper():
     """SPEC's table of recipes."""
     cifar = make_recipe("paper-cifar")
-    assert (cifar.optimizer, cifar.lr, cifar.batch, cifar.steps, cifar.label_smoothing) == ("adam", 1e-3, 128, 42_500, 0.01)
+    assert (cifar.optimizer, cifar.lr, cifar.batch, cifar.steps, cifar.label_smoothing) == (
+        "adam",
+        1e-3,
+        128,
+        42_500,
+        0.01,
+    )
     factors = Schedule(cifar, 42_500).factor
-    for step, factor in ((0, 1.0), (19_999, 1.0), (20_000, 0.1), (29_999, 0.1), (30_000, 0.01), (37_499, 0.01), (37_500, 0.001), (42_499, 0.001)):
+    for step, factor in (
+        (0, 1.0),
+        (19_999, 1.0),
+        (20_000, 0.1),
+        (29_999, 0.1),
+        (30_000, 0.01),
+        (37_499, 0.01),
+        (37_500, 0.001),
+        (42_499, 0.001),
+    ):
         assert math.isclose(factors(step), factor), step
-    assert (cifar.weight_decay, cifar.projection, cifar.orthogonality, cifar.augment, cifar.pad) == (5e-4, 100, 1e-5, "crop+flip", 4)
+    assert (cifar.weight_decay, cifar.projection, cifar.orthogonality, cifar.augment, cifar.pad) == (
+        5e-4,
+        100,
+        1e-5,
+        "crop+flip",
+        4,
+    )
     sgd = make_recipe("paper-cifar-sgd")
     assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 0.1, 0.9)
     imagenet = make_recipe("paper-imagenet")
-    assert (imagenet.optimizer, imagenet.lr, imagenet.batch, imagenet.steps, imagenet.weight_decay) == ("sgd", 0.1, 40, 700_000, 1e-4)
+    assert (imagenet.optimizer, imagenet.lr, imagenet.batch, imagenet.steps, imagenet.weight_decay) == (
+        "sgd",
+        0.1,
+        40,
+        700_000,
+        1e-4,
+    )
     assert [round(m * 700) for m in imagenet.milestones] == [200, 375, 550]
     adversarial = make_recipe("paper-adversarial")
-    assert (adversarial.optimizer, adversarial.schedule, adversarial.weight_decay, adversarial.label_smoothing) == ("adam", "step", 0.0, 0.0)
+    assert (adversarial.optimizer, adversarial.schedule, adversarial.weight_decay, adversarial.label_smoothing) == (
+        "adam",
+        "step",
+        0.0,
+        0.0,
+    )
     assert adversarial.milestones == (0.5, 0.75, 0.9)
     assert (adversarial.projection, adversarial.orthogonality) == (0, 0.0)
 
@@ -63,7 +95,10 @@ def test_epochs_take_the_place_of_steps():
         ({"ema": 1.0}, r"ema=1.0 must be > 0 and < 1"),
         ({"clip": 0.0}, r"clip=0.0 must be > 0"),
         ({"magnitude": None, "weighting": "linear"}, r"weighting='linear' is for decoupled layers"),
-        ({"weighting": "linear", "projection": 10}, r"projection=10 is for unweighted kernels; with weighting='linear' it must be 0"),
+        (
+            {"weighting": "linear", "projection": 10},
+            r"projection=10 is for unweighted kernels; with weighting='linear' it must be 0",
+        ),
         ({"weighting": "joint", "weighted_gradients": True}, r"weighted_gradients=True is for unweighted kernels"),
         ({"milestones": (0.5,)}, r"milestones=\(0.5,\) are for schedule='step', not 'constant'"),
         ({"schedule": "step"}, r"schedule='step' needs milestones"),

@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 import dcnet
-from dcnet.cli import app, attacking
+from dcnet.cli import app
+from dcnet.cli import attack as attack_command
 from dcnet.robustness.records import check_ups_of, common_eps, conditions, headline, replaced
 
 TESTS = ("randomness", "ε = 0", "zero gradients", "stronger attack", "black box", "growing ε")
@@ -14,13 +15,35 @@ TESTS = ("randomness", "ε = 0", "zero gradients", "stronger attack", "black box
 
 def check_up(eps=8, pgd=20.0, stronger=20.0, failed=(), images=200):
     tests = [{"test": name, "passed": name not in failed, "words": f"words about {name}"} for name in TESTS]
-    found = {"images": images, "eps": eps / 255, "clean": 90.0, "pgd": pgd, "pgd, stronger": stronger, "square": 60.0, "tests": tests}
-    return found | {"masked": bool(failed), "verdict": f"verdict at {eps}", "steps": [{"steps": 1, "accuracy": pgd}], "curve": []}
+    found = {
+        "images": images,
+        "eps": eps / 255,
+        "clean": 90.0,
+        "pgd": pgd,
+        "pgd, stronger": stronger,
+        "square": 60.0,
+        "tests": tests,
+    }
+    return found | {
+        "masked": bool(failed),
+        "verdict": f"verdict at {eps}",
+        "steps": [{"steps": 1, "accuracy": pgd}],
+        "curve": [],
+    }
 
 
 def record(eps=8, images=1000, labels="true", source=None, cumulative=False, bf16=False, check=None, **attacks):
-    entries = [{"attack": name, "attacked": images, "accuracy": accuracy, "seconds": 1.0} for name, accuracy in attacks.items()]
-    found = {"images": images, "eps": eps / 255, "labels": labels, "transfer": source is not None, "cumulative": cumulative, "clean": 90.0}
+    entries = [
+        {"attack": name, "attacked": images, "accuracy": accuracy, "seconds": 1.0} for name, accuracy in attacks.items()
+    ]
+    found = {
+        "images": images,
+        "eps": eps / 255,
+        "labels": labels,
+        "transfer": source is not None,
+        "cumulative": cumulative,
+        "clean": 90.0,
+    }
     found |= {"attacks": entries, "from": source, "bf16": bf16}
     return found if check is None else {**found, "check-up": check}
 
@@ -66,7 +89,11 @@ def test_the_table_has_one_eps():
         (40.0, check_up(), "stronger attacks leave 20.0% of the 200 images of the check-up"),  # a weak attack alone
         (40.0, check_up(stronger=20.0, images=5), None),  # five images cannot tell
         (20.0, check_up(pgd=30.0, failed=("stronger attack",)), None),  # the figure is as low as the stronger attack's
-        (30.0, check_up(pgd=30.0, stronger=10.0, failed=("stronger attack",)), "stronger attacks leave 10.0% of the 200 images of the check-up"),
+        (
+            30.0,
+            check_up(pgd=30.0, stronger=10.0, failed=("stronger attack",)),
+            "stronger attacks leave 10.0% of the 200 images of the check-up",
+        ),
         (22.0, check_up(), None),
     ],
 )
@@ -75,7 +102,10 @@ def test_doubt(found, check, why):
 
 
 def test_check_ups_at_one_eps():
-    runs = {"a": [record(8, pgd=1.0, check=check_up(8)), record(2, pgd=1.0, check=check_up(2))], "b": [record(8, pgd=1.0, check=check_up(8))]}
+    runs = {
+        "a": [record(8, pgd=1.0, check=check_up(8)), record(2, pgd=1.0, check=check_up(2))],
+        "b": [record(8, pgd=1.0, check=check_up(8))],
+    }
     eps, found = check_ups_of(runs)
     assert eps == 8.0
     assert {name: one["eps"] for name, one in found.items()} == {"a": 8 / 255, "b": 8 / 255}
@@ -83,7 +113,12 @@ def test_check_ups_at_one_eps():
 
 
 def test_replaced():
-    other = [record(2, pgd=70.0), record(8, 10, pgd=0.0), record(8, labels="predicted", pgd=1.0), record(8, source="runs/other", pgd=2.0)]
+    other = [
+        record(2, pgd=70.0),
+        record(8, 10, pgd=0.0),
+        record(8, labels="predicted", pgd=1.0),
+        record(8, source="runs/other", pgd=2.0),
+    ]
     old = record(8, fgsm=40.0, pgd=30.0, check=check_up(8))
     new = record(8, pgd=20.0)
     assert conditions(old) == conditions(new)
@@ -91,7 +126,9 @@ def test_replaced():
     assert kept == other
     assert [entry["attack"] for entry in rest["attacks"]] == ["fgsm"]
     assert last == {**new, "check-up": old["check-up"]}
-    assert replaced([old], record(8, fgsm=1.0, pgd=2.0, check=check_up(8, 1.0))) == [record(8, fgsm=1.0, pgd=2.0, check=check_up(8, 1.0))]
+    assert replaced([old], record(8, fgsm=1.0, pgd=2.0, check=check_up(8, 1.0))) == [
+        record(8, fgsm=1.0, pgd=2.0, check=check_up(8, 1.0))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +174,12 @@ def test_what_cannot_be_kept_is_said_before_computing(run, tmp_path, monkeypatch
     def computed(*_, **__):
         raise AssertionError("computed")
 
-    monkeypatch.setattr(attacking, "attack_run", computed)
+    monkeypatch.setattr(attack_command, "attack_run", computed)
     file = run.folder / "attacks.json"
-    for text, message in (("[{", "attacks.json is damaged"), ('{"a": 1}', "attacks.json is not what `dcnet attack` writes")):
+    for text, message in (
+        ("[{", "attacks.json is damaged"),
+        ('{"a": 1}', "attacks.json is not what `dcnet attack` writes"),
+    ):
         file.write_text(text)
         code, said = attack(run, *QUICK)
         assert (code, message in said) == (1, True), said
@@ -168,12 +208,18 @@ def test_a_full_disk_loses_no_figures(run, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--eps", "8"], "eps=8 is more than 1, the whole range of a pixel (images go from 0 to 1); did you mean 8/255?"),
+        (
+            ["--eps", "8"],
+            "eps=8 is more than 1, the whole range of a pixel (images go from 0 to 1); did you mean 8/255?",
+        ),
         (["--eps", "1000"], "eps=1000 is more than 1, the whole range of a pixel (images go from 0 to 1)"),
         (["--attacks", "pgd:steps=0"], "attack 'pgd:steps=0': steps=0 must be a whole number ≥ 1"),
         (["--attacks", "pgd:steps=x"], "attack 'pgd:steps=x': steps=x must be a whole number"),
         (["--attacks", "pgd:stps=1"], "steps=…"),
-        (["--attacks", "pgd:norm=l2", "--eps", "2"], "the check-up is for ℓ∞, where ε is at most 1; do without it: --no-check"),
+        (
+            ["--attacks", "pgd:norm=l2", "--eps", "2"],
+            "the check-up is for ℓ∞, where ε is at most 1; do without it: --no-check",
+        ),
     ],
 )
 def test_parameters_that_cannot_be(run, flags, message):
@@ -190,7 +236,9 @@ def test_an_l2_ball_may_be_larger_than_a_pixel(run):
 def test_fractions_in_recipes(tmp_path):
     recipe = dcnet.make_recipe(adversarial="fgsm", adversarial_eps="8/255", lr="1/1000")
     assert (recipe.adversarial_eps, recipe.lr) == (8 / 255, 1 / 1000)
-    (tmp_path / "recipe.json").write_text(json.dumps({"adversarial_eps": "4/255", "schedule": "step", "milestones": ["1/2", 0.75]}))
+    (tmp_path / "recipe.json").write_text(
+        json.dumps({"adversarial_eps": "4/255", "schedule": "step", "milestones": ["1/2", 0.75]})
+    )
     recipe = dcnet.training.read_recipe(tmp_path / "recipe.json")
     assert (recipe.adversarial_eps, recipe.milestones) == (4 / 255, (0.5, 0.75))
     with pytest.raises(ValueError, match=r"recipe: adversarial_eps='8/0' is no number; possible: 0.03, 8/255"):
@@ -201,7 +249,20 @@ def test_fractions_in_recipes(tmp_path):
 
 
 def test_fractions_in_flags(tmp_path):
-    flags = ["--steps", "1", "--batch", "8", "--device", "cpu", "--adversarial-eps", "2/255", "--lr", "1/500", "--radius", "5/2"]
+    flags = [
+        "--steps",
+        "1",
+        "--batch",
+        "8",
+        "--device",
+        "cpu",
+        "--adversarial-eps",
+        "2/255",
+        "--lr",
+        "1/500",
+        "--radius",
+        "5/2",
+    ]
     result = CliRunner().invoke(app, ["train", *flags, "--run", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     recipe = dcnet.Run(tmp_path / "run").recipe

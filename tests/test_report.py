@@ -22,9 +22,14 @@ from dcnet.report.pictures import svg
 def runs(tmp_path_factory):
     """A plain network, and a decoupled one that was attacked."""
     folder = tmp_path_factory.mktemp("runs")
-    options = {"steps": 60, "model": "cnn6_2d"}  # enough to be better than chance: an attack on a constant finds nothing
+    options = {
+        "steps": 60,
+        "model": "cnn6_2d",
+    }  # enough to be better than chance: an attack on a constant finds nothing
     plain = dcnet.train(dcnet.make_recipe("demo", magnitude=None, **options), folder / "plain", quiet=True)
-    tanh = dcnet.train(dcnet.make_recipe("demo", magnitude="tanh", angular="sigmoid:k=learned", **options), folder / "tanh", quiet=True)
+    tanh = dcnet.train(
+        dcnet.make_recipe("demo", magnitude="tanh", angular="sigmoid:k=learned", **options), folder / "tanh", quiet=True
+    )
     attack_briefly(tanh)
     return [plain, tanh]
 
@@ -81,7 +86,9 @@ def test_in_a_browser(page, browser, scheme, width):
         light = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
         assert (light[0] > 600) == (scheme == "light")
         assert all(abs(light[0] - other) > 400 for other in light[1:])
-        assert opened.evaluate("new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size == document.querySelectorAll('[id]').length")
+        assert opened.evaluate(
+            "new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size == document.querySelectorAll('[id]').length"
+        )
 
 
 def test_links_lead_to_their_run(page, browser):
@@ -128,19 +135,40 @@ def attacked(folder, run, *results, attack="pgd"):
     records = []
     for accuracy, eps, images, changes in results:
         entry = {"attack": attack, "attacked": images, "accuracy": accuracy, "seconds": 1.0}
-        record = {"attacks": [entry], "eps": eps / 255, "labels": "true", "transfer": False, "images": images, "clean": 90.0}
+        record = {
+            "attacks": [entry],
+            "eps": eps / 255,
+            "labels": "true",
+            "transfer": False,
+            "images": images,
+            "clean": 90.0,
+        }
         records.append(record if changes is None else {**record, "check-up": {**check_up, "eps": eps / 255, **changes}})
     (folder / "attacks.json").write_text(json.dumps(records))
     return folder
 
 
-BELIEVED = {"masked": False, "verdict": "to be believed", "images": 200, "pgd": 30.0, "pgd, stronger": 30.0, "square": 50.0, "tests": []}
-MASKED = BELIEVED | {"masked": True, "verdict": "not to be believed", "tests": [{"test": "black box", "passed": False, "words": "it finds more"}]}
+BELIEVED = {
+    "masked": False,
+    "verdict": "to be believed",
+    "images": 200,
+    "pgd": 30.0,
+    "pgd, stronger": 30.0,
+    "square": 50.0,
+    "tests": [],
+}
+MASKED = BELIEVED | {
+    "masked": True,
+    "verdict": "not to be believed",
+    "tests": [{"test": "black box", "passed": False, "words": "it finds more"}],
+}
 
 
 def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
     """At one ε for all runs, with ε and images written out; the last record, at another ε, is not it, nor is its check-up."""
-    first = attacked(tmp_path / "first", runs[1], (30.0, 8, 1000, BELIEVED), (1.0, 64, 1000, MASKED), (99.0, 2, 1000, MASKED))
+    first = attacked(
+        tmp_path / "first", runs[1], (30.0, 8, 1000, BELIEVED), (1.0, 64, 1000, MASKED), (99.0, 2, 1000, MASKED)
+    )
     second = attacked(tmp_path / "second", runs[1], (40.0, 8, 1000, MASKED))
     third = attacked(tmp_path / "third", runs[1], (50.0, 16, 1000, None))
     fourth = attacked(tmp_path / "fourth", runs[1], (60.0, 8, 1000, BELIEVED))
@@ -152,7 +180,10 @@ def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
     assert "believed" not in rows[1]
     assert "✗ 40.00% 1,000 images, pgd not to be believed: the check-up fails (black box)" in rows[2]
     assert "– only at ε·255 = 16" in rows[3]
-    assert "✗ 60.00% 1,000 images, pgd not to be believed: stronger attacks leave 30.0% of the 200 images of the check-up" in rows[4]
+    assert (
+        "✗ 60.00% 1,000 images, pgd not to be believed: stronger attacks leave 30.0% of the 200 images of the check-up"
+        in rows[4]
+    )
     robustness = re.search(r'id="robustness".*?</table>', text, re.DOTALL)[0]
     marked = re.findall(r'title="not to be believed: [^"]*">✗</a> ([\d.]+)%', robustness)
     assert marked == ["1.00", "99.00", "40.00", "60.00"]
@@ -172,7 +203,8 @@ def test_the_result_table_fits(runs, browser, tmp_path, width):
     """With long names and a figure in doubt: nothing to scroll; on a phone the columns that matter, the rest on demand."""
     attack = "pgd:iterations=100:restarts=5:loss=margin"
     folders = [
-        attacked(tmp_path / f"{name}-with-a-name-of-some-length", runs[1], (40.0, 8, 1000, MASKED), attack=attack) for name in ("tanh", "ball", "seg")
+        attacked(tmp_path / f"{name}-with-a-name-of-some-length", runs[1], (40.0, 8, 1000, MASKED), attack=attack)
+        for name in ("tanh", "ball", "seg")
     ]
     page = write_report(folders, tmp_path / "out")
     with watched(browser, page, viewport={"width": width, "height": 900}) as opened:
@@ -186,7 +218,9 @@ def test_the_result_table_fits(runs, browser, tmp_path, width):
         assert not rest.is_visible()
         opened.get_by_text("All columns").click()
         assert rest.is_visible()
-        assert {"operator", "network", "data", "loss", "device"} <= {head.inner_text() for head in rest.locator("th").all()}
+        assert {"operator", "network", "data", "loss", "device"} <= {
+            head.inner_text() for head in rest.locator("th").all()
+        }
 
 
 @pytest.mark.parametrize("file", ["result.json", "attacks.json", "metrics.jsonl"])
@@ -269,7 +303,11 @@ def test_many_deep_runs(runs, tmp_path, count):
         (folder / "inspection.json").write_text(json.dumps(inspected))
         with (folder / "metrics.jsonl").open("w") as file:
             for epoch in range(1, 201):
-                learned = {"radius": {name: [0.1, 0.5, 1.0 + 0.01 * epoch * place, 2.0, 3.0] for place, name in enumerate(names)}}
+                learned = {
+                    "radius": {
+                        name: [0.1, 0.5, 1.0 + 0.01 * epoch * place, 2.0, 3.0] for place, name in enumerate(names)
+                    }
+                }
                 file.write(json.dumps({**last, "epoch": epoch, "learned": learned}) + "\n")
     begun = time.perf_counter()
     path = write_report(folders, tmp_path / "report")

@@ -134,7 +134,10 @@ def test_attacks_are_ordered(trained):
 
 def test_random_starts_are_reproducible(trained):
     model, images, labels = trained
-    runs = [pgd(model, images[:20], labels[:20], EPS, iterations=2, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    runs = [
+        pgd(model, images[:20], labels[:20], EPS, iterations=2, generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
+    ]
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
 
@@ -211,7 +214,11 @@ def test_check_up(trained):
     assert f"the {plain['pgd']:.1f}% under PGD can be believed" in plain["verdict"]
     one_step = plain["steps"][0]["accuracy"]
     assert (f"leaves {one_step:.1f}%, which says nothing" in plain["verdict"]) == (one_step > plain["pgd"] + 10.0)
-    for masked, failing in ((Saturated(model), "zero gradients"), (Noisy(model), "randomness"), (Blocked(model), "zero gradients")):
+    for masked, failing in (
+        (Saturated(model), "zero gradients"),
+        (Noisy(model), "randomness"),
+        (Blocked(model), "zero gradients"),
+    ):
         found = check_up(masked.eval(), images, labels, **options)
         failed = {test["test"] for test in found["tests"] if not test["passed"]}
         assert found["masked"]
@@ -234,10 +241,21 @@ class Shifted(nn.Module):
 def test_evaluate(trained):
     model, images, labels = trained
     seen = []
-    result = evaluate(model, images, labels, "fgsm,bim:iterations=5,deepfool:norm=linf", EPS, batch=64, progress=lambda *a: seen.append(a))
+    result = evaluate(
+        model,
+        images,
+        labels,
+        "fgsm,bim:iterations=5,deepfool:norm=linf",
+        EPS,
+        batch=64,
+        progress=lambda *a: seen.append(a),
+    )
     assert result["clean"] == accuracy(model, images, labels)
     first, second, third = result["attacks"]
-    assert first["accuracy"] == accuracy(model, fgsm(model, images, labels, EPS), labels) or first["accuracy"] <= result["clean"]
+    assert (
+        first["accuracy"] == accuracy(model, fgsm(model, images, labels, EPS), labels)
+        or first["accuracy"] <= result["clean"]
+    )
     assert second["attacked"] == round(first["accuracy"] * len(labels) / 100)
     assert second["accuracy"] <= first["accuracy"]
     assert result["worst"] == second["accuracy"]
@@ -250,7 +268,9 @@ def test_evaluate(trained):
     transfer = evaluate(model, images, labels, "fgsm", EPS, source=other)
     assert transfer["transfer"]
     assert transfer["attacks"][0]["accuracy"] > first["accuracy"]  # an untrained network knows little
-    assert third["attacked"] == round(result["clean"] * len(labels) / 100)  # all that are right, survivors of BIM or not
+    assert third["attacked"] == round(
+        result["clean"] * len(labels) / 100
+    )  # all that are right, survivors of BIM or not
 
 
 def test_predicted_labels_flatter():
@@ -304,10 +324,16 @@ def test_bad_input(trained):
             with pytest.raises(ValueError, match=r"eps must be a finite number ≥ 0"):
                 attack(model, images, labels, eps)
     for changed, message in [
-        ((model, images * 255.0, labels), r"images must lie in \[0, 1\], got values from 0 to 255; normalisation belongs into the model"),
+        (
+            (model, images * 255.0, labels),
+            r"images must lie in \[0, 1\], got values from 0 to 255; normalisation belongs into the model",
+        ),
         ((model, images - 1.0, labels), r"got values from -1 to"),
         ((model, images * math.nan, labels), r"images must lie in \[0, 1\]"),
-        ((model, (images * 255).byte(), labels), r"images must be floating-point .* of torch.uint8; divide bytes by 255"),
+        (
+            (model, (images * 255).byte(), labels),
+            r"images must be floating-point .* of torch.uint8; divide bytes by 255",
+        ),
         ((model, images, labels[:4]), r"one for each of the 5 images"),
         ((model, images, labels.float()), r"labels must be whole numbers"),
         ((model, images, labels + 10), r"labels go from .* but the model knows the classes 0 to 9"),
@@ -399,7 +425,9 @@ def test_gradients_that_are_not_finite(linear):
             return model(x) + 0.0 * (x - x.detach()).abs().sqrt().sum((1, 2, 3))[:, None]
 
     for attack in (fgsm, bim, pgd, deepfool):
-        with pytest.raises(ValueError, match=r"\(Rooted\) gives gradients in the images that are not finite for 40 of 40 images"):
+        with pytest.raises(
+            ValueError, match=r"\(Rooted\) gives gradients in the images that are not finite for 40 of 40 images"
+        ):
             attack(Rooted().eval(), images, labels)
 
 

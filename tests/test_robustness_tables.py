@@ -42,8 +42,14 @@ def test_tables_have_ours_and_the_papers(tables, tmp_path):
         (tmp_path / name / "result.json").write_text("{}")
         attacks = [{"attack": attack, "accuracy": left} for attack in ("fgsm", "bim", "pgd:iterations=50:restarts=5")]
         result = {"clean": clean, "attacks": attacks, "transfer": False, "labels": "true"}
-        black = {"clean": clean, "attacks": [{"attack": "fgsm", "accuracy": 70.0}, {"attack": "bim", "accuracy": 60.0}], "transfer": True}
-        (tmp_path / name / "attacks.json").write_text(json.dumps([result, {**black, "from": "runs/natural-source", "labels": "true"}]))
+        black = {
+            "clean": clean,
+            "attacks": [{"attack": "fgsm", "accuracy": 70.0}, {"attack": "bim", "accuracy": 60.0}],
+            "transfer": True,
+        }
+        (tmp_path / name / "attacks.json").write_text(
+            json.dumps([result, {**black, "from": "runs/natural-source", "labels": "true"}])
+        )
     lines = tables.rendered(tmp_path).splitlines()
     assert "| natural, FGSM | 12.34 (18.82) | – (43.64) | – (50.47) | – (52.60) |" in lines
     assert "| FGSM-trained, none | – (83.70) | – (87.41) | – (87.47) | 80.00 (87.54) |" in lines
@@ -77,13 +83,18 @@ def command(name, code, log):
 
 
 def test_a_failed_job_is_said(script, tmp_path, capsys):
-    queues = [[command(name, f"raise SystemExit({status})", tmp_path / "log")] for name, status in (("good", 0), ("bad", 3))]
+    queues = [
+        [command(name, f"raise SystemExit({status})", tmp_path / "log")] for name, status in (("good", 0), ("bad", 3))
+    ]
     assert script.run_all(queues, parallel=2, seconds=60) == ["bad"]
     assert "bad: exit status 3" in capsys.readouterr().out
 
 
 def test_a_slow_call_holds_up_its_own_queue_alone(script, tmp_path, capsys):
-    slow = [command("slow", "import time; time.sleep(60)", tmp_path / "log"), command("behind it", "", tmp_path / "log")]
+    slow = [
+        command("slow", "import time; time.sleep(60)", tmp_path / "log"),
+        command("behind it", "", tmp_path / "log"),
+    ]
     others = [command("first", "", tmp_path / "log"), command("second", "", tmp_path / "log")]
     assert script.run_all([slow, others, []], parallel=2, seconds=4) == []
     said = capsys.readouterr().out

@@ -47,7 +47,9 @@ def train(folder=None, **options):
 def holder(tmp_path):
     """Another process that holds the lock of tmp_path/run."""
     (tmp_path / "run").mkdir()
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -64,7 +66,12 @@ def test_a_lock_names_the_other_process_and_ends_with_it(tmp_path, holder):
     assert (folder / ".lock").is_file()  # which nobody could remove
     (folder / ".checkpoint.safetensors.0123456789ab.part").write_text("half a checkpoint")
     train(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.safetensors", "metrics.jsonl", "recipe.json", "result.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint.safetensors",
+        "metrics.jsonl",
+        "recipe.json",
+        "result.json",
+    ]
 
 
 def test_a_lock_in_one_process(tmp_path):
@@ -172,7 +179,9 @@ def test_each_recipe_has_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_overwrite(tmp_path):
     folder = tmp_path / "run"
     train(folder, steps=1)
-    with pytest.raises(ValueError, match=r"lr=0.001 there, 0.1 here. Choose another folder, or overwrite that run: --overwrite"):
+    with pytest.raises(
+        ValueError, match=r"lr=0.001 there, 0.1 here. Choose another folder, or overwrite that run: --overwrite"
+    ):
         train(folder, steps=1, lr=0.1)
     for name in ("attacks.json", "inspection.json", "diverged.json", "notes.txt"):
         (folder / name).write_text("[]")
@@ -195,7 +204,9 @@ def test_an_extended_run_is_a_longer_one(tmp_path, schedule):
     long = train(tmp_path / "long", epochs=3.0, **options)
     train(tmp_path / "run", epochs=1.0, **options)
     (tmp_path / "run" / "attacks.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"epochs=1.0 there, 3.0 here.*dcnet train --resume .*run --epochs 3 \(in Python extend=True\)"):
+    with pytest.raises(
+        ValueError, match=r"epochs=1.0 there, 3.0 here.*dcnet train --resume .*run --epochs 3 \(in Python extend=True\)"
+    ):
         train(tmp_path / "run", epochs=3.0, **options)
     run = train(tmp_path / "run", epochs=3.0, extend=True, **options)
     assert run.recipe == long.recipe
@@ -212,7 +223,9 @@ def test_an_extended_run_is_a_longer_one(tmp_path, schedule):
 
 def test_a_schedule_that_depends_on_the_length(tmp_path):
     train(tmp_path / "run", epochs=1.0, schedule="onecycle")
-    with pytest.raises(ValueError, match=r"cannot go on to 10 steps: with schedule='onecycle' the learning rates depend on the length"):
+    with pytest.raises(
+        ValueError, match=r"cannot go on to 10 steps: with schedule='onecycle' the learning rates depend on the length"
+    ):
         train(tmp_path / "run", epochs=2.0, schedule="onecycle", extend=True)
     assert dcnet.Run(tmp_path / "run").result["steps"] == 5  # as it was
     # a recipe changed by hand is not believed either

@@ -28,7 +28,9 @@ THREE = ["--match", "Baseline, Cosine", "--match", "TanhConv, Cosine, ReLU"]
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that the runner starts; two pytest workers share two cores
+    monkeypatch.setenv(
+        "OMP_NUM_THREADS", "1"
+    )  # for the processes that the runner starts; two pytest workers share two cores
 
 
 def run_table(folder, *arguments):
@@ -41,14 +43,24 @@ def run_table(folder, *arguments):
 def test_counts():
     """As many cells as the paper has numbers, and those that we add without one."""
     papers = {name: sum(cell.paper is not None for cell in table.cells) for name, table in TABLES.items()}
-    assert papers == {"weighted": 6, "weighted-cnn9": 0, "cnn9-no-batchnorm": 10, "cnn9": 30, "resnet32": 22, "resnet32-sgd": 22} | {
+    assert papers == {
+        "weighted": 6,
+        "weighted-cnn9": 0,
+        "cnn9-no-batchnorm": 10,
+        "cnn9": 30,
+        "resnet32": 22,
+        "resnet32-sgd": 22,
+    } | {
         "state-of-the-art": 8,
         "white-box": 24,
         "black-box": 40,
         "imagenet": 12,
         "cause": 0,
     }
-    assert [cell.title for cell in TABLES["cnn9-no-batchnorm"].cells if cell.paper == "N/C"] == ["LinearConv, Sq. cosine", "SegConv, Sq. cosine"]
+    assert [cell.title for cell in TABLES["cnn9-no-batchnorm"].cells if cell.paper == "N/C"] == [
+        "LinearConv, Sq. cosine",
+        "SegConv, Sq. cosine",
+    ]
 
 
 @pytest.mark.skipif(not (ROOT.parent / "shared" / "paper.tex").is_file(), reason="the paper's source is not here")
@@ -56,19 +68,25 @@ def test_numbers_are_the_papers():
     """Every row of numbers stands in the paper's source as it stands here."""
     text = (ROOT.parent / "shared" / "paper.tex").read_text()
     text = re.sub(r"\\textbf\{([^}]*)\}", r"\1", text).replace("*", "")
-    lines = [[part.strip().rstrip("\\").strip() for part in line.split("&")] for line in text.splitlines() if "&" in line]
+    lines = [
+        [part.strip().rstrip("\\").strip() for part in line.split("&")] for line in text.splitlines() if "&" in line
+    ]
     rows = [[part for part in line if re.fullmatch(r"[\d.]+|N/C", part)] for line in lines]
     for name in ("cnn9", "cnn9-no-batchnorm", "resnet32", "resnet32-sgd", "imagenet", "white-box", "black-box"):
         table = TABLES[name]
         for row in table.rows:
             papers = {cell.column: cell.paper for cell in table.cells if cell.row == row}
             here = [papers[column] for column in table.columns if papers.get(column) is not None]
-            assert not here or any([value if value == "N/C" else float(value) for value in line] == here for line in rows), (name, row, here)
+            assert not here or any(
+                [value if value == "N/C" else float(value) for value in line] == here for line in rows
+            ), (name, row, here)
 
 
 @pytest.mark.parametrize("name", [name for name in TABLES if name != "imagenet"])
 def test_every_cell_can_be_built(name, monkeypatch):
-    monkeypatch.setattr(torch.nn.init, "kaiming_normal_", lambda *_, **__: None)  # what takes the time, and is not asked about here
+    monkeypatch.setattr(
+        torch.nn.init, "kaiming_normal_", lambda *_, **__: None
+    )  # what takes the time, and is not asked about here
     table = TABLES[name]
     cells = [(identity(recipe), cell.attack) for cell in table.cells for recipe in [table.recipe(cell)]]
     assert len(set(cells)) == len(cells), "two cells are the same"
@@ -97,7 +115,9 @@ def test_schedules_shrink_alike():
 
 def test_a_table_from_end_to_end(tmp_path):
     """Two cells, then the third; the ledger, the weights, the list and the pages."""
-    first = run_table(tmp_path, "--match", "Baseline, Cosine", "--jobs", "2", "--keep-weights", str(tmp_path / "weights"))
+    first = run_table(
+        tmp_path, "--match", "Baseline, Cosine", "--jobs", "2", "--keep-weights", str(tmp_path / "weights")
+    )
     assert first.exit_code == 0, first.output
     assert first.output.count("seed 0:") == 2
     listed = run_table(tmp_path, *THREE, "--list")
@@ -131,14 +151,18 @@ def test_a_table_from_end_to_end(tmp_path):
     text = (tmp_path / "pages" / "tables.md").read_text()
     assert text.count("digits, a schedule of its own, float32, model=cnn9_narrow, norm=batch, steps=8.") == 1
     best = min(record["error"] for record in records)
-    assert (f"| {best:.2f} |" if best <= 80.0 else "| N/C |") in text  # without the paper's number, which is for other data
+    assert (
+        f"| {best:.2f} |" if best <= 80.0 else "| N/C |"
+    ) in text  # without the paper's number, which is for other data
     assert (tmp_path / "pages" / "tables.html").is_file()
 
 
 def test_a_killed_runner_loses_nothing(tmp_path):
     """Killed without a word while two cells train: the next call goes on, and every cell is in the ledger once."""
     arguments = [*QUICK, *THREE, "--jobs", "2", "--runs", str(tmp_path)]
-    process = subprocess.Popen([sys.executable, "-m", "dcnet", "table", "cnn9", *arguments], stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcnet", "table", "cnn9", *arguments], stdout=subprocess.DEVNULL, start_new_session=True
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("*/recipe.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -158,7 +182,9 @@ def quick_plan(tmp_path):
     def make(**settings):
         ledger = Ledger(tmp_path / "ledger.jsonl")
         small = {"data": "digits", "model": "cnn9_narrow", "norm": "batch", "batch": 256, **settings}
-        return ledger, plan(find_table("cnn9"), ledger, tmp_path / "runs", "smoke", [0], ["TanhConv, Cosine, ReLU"], **small).missing
+        return ledger, plan(
+            find_table("cnn9"), ledger, tmp_path / "runs", "smoke", [0], ["TanhConv, Cosine, ReLU"], **small
+        ).missing
 
     return make
 
@@ -193,7 +219,16 @@ def test_divergence_is_recorded_with_its_epoch(quick_plan):
 
 def test_a_cell_that_fails_is_named_and_others_go_on(quick_plan):
     ledger, (task,) = quick_plan()
-    broken = plan(find_table("cnn9"), ledger, task.folder.parent, "smoke", [1], ["TanhConv, Cosine, ReLU"], data="mnist", batch=256).missing
+    broken = plan(
+        find_table("cnn9"),
+        ledger,
+        task.folder.parent,
+        "smoke",
+        [1],
+        ["TanhConv, Cosine, ReLU"],
+        data="mnist",
+        batch=256,
+    ).missing
     said = []
     options = {"data_root": str(task.folder.parent / "nothing"), "device": "cpu"}
     assert Runner(ledger, said.append, options).run([*broken, task], 1, 600.0) == [broken[0].title]
@@ -204,9 +239,23 @@ def test_a_cell_that_fails_is_named_and_others_go_on(quick_plan):
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "dcnet", "table", "cnn9"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "--",
+        "dcnet",
+        "table",
+        "cnn9",
+    ]
     done = subprocess.run(
-        [*command, *QUICK, *THREE, "--runs", str(tmp_path)], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        [*command, *QUICK, *THREE, "--runs", str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     entries = Ledger(tmp_path / "ledger.jsonl").entries
@@ -235,7 +284,18 @@ def test_mistakes(arguments, message):
 
 def test_an_attacked_table(tmp_path):
     """Networks are trained first, the one that images are made on too; attacks follow, and each number stands in its row."""
-    arguments = ["--data", "digits", "--set", "epochs=1", "--set", "batch=256", "--device", "cpu", "--runs", str(tmp_path)]
+    arguments = [
+        "--data",
+        "digits",
+        "--set",
+        "epochs=1",
+        "--set",
+        "batch=256",
+        "--device",
+        "cpu",
+        "--runs",
+        str(tmp_path),
+    ]
     cells = ["--match", "Natural: FGSM, made on a naturally trained baseline of another seed, TanhConv"]
     done = call("table", "black-box", *arguments, *cells)
     assert done.exit_code == 0, done.output
@@ -283,10 +343,18 @@ def write(path, *lines):
 
 def test_pages_show_mean_deviation_and_what_did_not_converge(tmp_path):
     seg, tanh = "SegConv, Sq. cosine, no ReLU", "TanhConv, Cosine, ReLU"
-    lines = [(seg, seed, error, "paper", {"precision": "bf16", "graphs": True}) for seed, error in ((0, 24.0), (1, 25.0), (2, 26.0))]
-    lines += [(tanh, 0, None, "paper", {"precision": "bf16"}), ("MixConv, Cosine, ReLU", 0, 98.9, "paper", {"precision": "bf16"})]
+    lines = [
+        (seg, seed, error, "paper", {"precision": "bf16", "graphs": True})
+        for seed, error in ((0, 24.0), (1, 25.0), (2, 26.0))
+    ]
+    lines += [
+        (tanh, 0, None, "paper", {"precision": "bf16"}),
+        ("MixConv, Cosine, ReLU", 0, 98.9, "paper", {"precision": "bf16"}),
+    ]
     lines += [(tanh, 0, 31.5, "short", {"precision": "bf16"}), (tanh, 0, 26.57, "paper", {"precision": "tf32"})]
-    lines += [("SphereConv, Cosine, ReLU", 0, 1.0, "paper", {"precision": "bf16", "lr": 0.5})]  # another recipe's: no cell
+    lines += [
+        ("SphereConv, Cosine, ReLU", 0, 1.0, "paper", {"precision": "bf16", "lr": 0.5})
+    ]  # another recipe's: no cell
     text = markdown(TABLES["cnn9"], write(tmp_path / "ledger.jsonl", *lines))
     parts = text.split("**Plain CNN-9")[1:]
     assert len(parts) == 3  # schedules and precisions are never mixed

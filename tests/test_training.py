@@ -18,7 +18,7 @@ from torch import nn
 
 import dcnet
 from dcnet.data.folder import ImageFolder
-from dcnet.training import Interrupted, NonFiniteLoss, find_runs, job, trainer
+from dcnet.training import Interrupted, NonFiniteLoss, find_runs, state, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
 from dcnet.training.optimizer import make_optimizer
 
@@ -39,8 +39,8 @@ def assert_same_run(a, b):
     assert set(left) == set(right)
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
-    for state in (left_state, right_state):
-        state.pop("seconds")
+    for each in (left_state, right_state):
+        each.pop("seconds")
     assert left_state == right_state
     without_time = [[{k: v for k, v in entry.items() if k != "seconds"} for entry in run.metrics] for run in (a, b)]
     assert without_time[0] == without_time[1]
@@ -58,7 +58,12 @@ def test_a_run(tmp_path):
     assert {"loss", "seconds", "images_per_second", "torch", "python", "dcnet", "device", "commit"} <= set(result)
     assert [entry["epoch"] for entry in run.metrics] == [1, 2, 3]
     assert run.metrics[-1]["test_accuracy"] == result["accuracy"]
-    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint.safetensors", "metrics.jsonl", "recipe.json", "result.json"]
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "checkpoint.safetensors",
+        "metrics.jsonl",
+        "recipe.json",
+        "result.json",
+    ]
     # what evaluation says is what the loaded network does
     test = dcnet.training.open_data(run.recipe, dcnet.training.Ranks(0, 1, torch.device("cpu"))).test
     with torch.no_grad():
@@ -71,7 +76,9 @@ def test_a_run(tmp_path):
 
 def test_another_recipe_is_refused(tmp_path):
     train(tmp_path / "run", epochs=1.0)
-    with pytest.raises(ValueError, match=r"holds another recipe's run: lr=0.001 there, 0.1 here\. Choose another folder"):
+    with pytest.raises(
+        ValueError, match=r"holds another recipe's run: lr=0.001 there, 0.1 here\. Choose another folder"
+    ):
         train(tmp_path / "run", epochs=1.0, lr=0.1)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is a file; a run needs a folder"):
@@ -84,7 +91,15 @@ def test_another_recipe_is_refused(tmp_path):
     "options",
     [
         {"norm": "batch", "projection": 3, "orthogonality": 1e-5, "augment": "crop", "pad": 1},
-        {"optimizer": "sgd", "lr": 0.05, "schedule": "plateau", "patience": 1, "ema": 0.9, "angular": "sigmoid:k=learned", "channels_last": True},
+        {
+            "optimizer": "sgd",
+            "lr": 0.05,
+            "schedule": "plateau",
+            "patience": 1,
+            "ema": 0.9,
+            "angular": "sigmoid:k=learned",
+            "channels_last": True,
+        },
     ],
     ids=["adam, projection", "sgd, plateau, average"],
 )
@@ -92,7 +107,7 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
     """Interrupted in the middle of an epoch, and after a checkpoint that was followed by more steps."""
     options = {**options, "epochs": 3.0, "save_every": 2}
     whole = train(tmp_path / "whole", **options)
-    original = job.Job.train_step
+    original = state.TrainingState.train_step
     for stops in ([3, 9], [5], [14]):  # in the middle, at the end of an epoch, one before the last
         folder = tmp_path / f"stopped {stops}"
         for stop in stops:
@@ -102,10 +117,13 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
                     os.kill(os.getpid(), signal.SIGINT)  # heeded when the step is done
                 original(self, images, labels)
 
-            monkeypatch.setattr(job.Job, "train_step", step)
-            with pytest.raises(Interrupted, match=f"stopped at step {stop} of 15. Go on with: dcnet train --resume .*stopped.* --device cpu"):
+            monkeypatch.setattr(state.TrainingState, "train_step", step)
+            with pytest.raises(
+                Interrupted,
+                match=f"stopped at step {stop} of 15. Go on with: dcnet train --resume .*stopped.* --device cpu",
+            ):
                 train(folder, **options)
-        monkeypatch.setattr(job.Job, "train_step", original)
+        monkeypatch.setattr(state.TrainingState, "train_step", original)
         assert_same_run(train(folder, resume=True), whole)
 
 
@@ -131,13 +149,13 @@ def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
 
 def test_in_the_background(tmp_path, monkeypatch):
     """SIGINT is ignored where a script has started the run with &, and stays so; SIGTERM stops it, with a checkpoint."""
-    original = job.Job.train_step
+    original = state.TrainingState.train_step
 
     def step(self, images, labels):
         os.kill(os.getpid(), {2: signal.SIGINT, 4: signal.SIGTERM}.get(self.step + 1, 0))
         original(self, images, labels)
 
-    monkeypatch.setattr(job.Job, "train_step", step)
+    monkeypatch.setattr(state.TrainingState, "train_step", step)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(Interrupted, match="stopped at step 4 of 10"):
@@ -155,7 +173,7 @@ def test_twice_is_at_once(tmp_path, monkeypatch):
         time.sleep(0.1)
         raise AssertionError("went on")
 
-    monkeypatch.setattr(job.Job, "train_step", step)
+    monkeypatch.setattr(state.TrainingState, "train_step", step)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
 
@@ -171,17 +189,17 @@ def test_a_checkpoint_knows_its_recipe(tmp_path):
 def test_a_crash_without_a_word(tmp_path, monkeypatch):
     """Nothing is saved at the crash: the run goes on from the last checkpoint, and forgets the epochs after it."""
     whole = train(tmp_path / "whole", epochs=3.0)
-    original = trainer.Job.save
+    original = trainer.TrainingState.save
 
     def save(self, run):
         if self.step == 10:
             raise OSError("no space left on device")
         original(self, run)
 
-    monkeypatch.setattr(job.Job, "save", save)
+    monkeypatch.setattr(state.TrainingState, "save", save)
     with pytest.raises(OSError, match="no space left"):
         train(tmp_path / "run", epochs=3.0)
-    monkeypatch.setattr(job.Job, "save", original)
+    monkeypatch.setattr(state.TrainingState, "save", original)
     assert len(dcnet.Run(tmp_path / "run").metrics) == 2  # the second epoch was written down, its weights were not
     assert_same_run(train(tmp_path / "run", resume=True), whole)
 
@@ -203,7 +221,9 @@ def kill_and_resume(tmp_path, kills, epochs):
     killed = 0
     while killed < kills:
         arguments = ["--resume", str(folder)] if (folder / "recipe.json").exists() else [*flags, "--run", str(folder)]
-        process = subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             process.wait(random.uniform(0.3, 0.9) * length if kills < 5 else random.uniform(2.0, 5.0))
         except subprocess.TimeoutExpired:
@@ -292,7 +312,9 @@ ADVERSARIAL = {"epochs": 3.0, "batch": 64, "adversarial_eps": 0.1, "adversarial_
 def left_by_fgsm(run):
     """The accuracy that FGSM leaves of a run's network."""
     test = dcnet.data.load_data("digits").test
-    return dcnet.robustness.evaluate(run.model, test.images / 255.0, test.labels, "fgsm", eps=0.1)["attacks"][0]["accuracy"]
+    return dcnet.robustness.evaluate(run.model, test.images / 255.0, test.labels, "fgsm", eps=0.1)["attacks"][0][
+        "accuracy"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -313,17 +335,17 @@ def test_adversarial_training(tmp_path, kind, natural):
 def test_adversarial_training_resumes(tmp_path, monkeypatch):
     options = {"adversarial": "pgd", "adversarial_steps": 2, "epochs": 2.0, "adversarial_share": 0.5}
     whole = train(tmp_path / "whole", **options)
-    original = job.Job.train_step
+    original = state.TrainingState.train_step
 
     def step(self, images, labels):
         if self.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
         original(self, images, labels)
 
-    monkeypatch.setattr(job.Job, "train_step", step)
+    monkeypatch.setattr(state.TrainingState, "train_step", step)
     with pytest.raises(Interrupted):
         train(tmp_path / "run", **options)
-    monkeypatch.setattr(job.Job, "train_step", original)
+    monkeypatch.setattr(state.TrainingState, "train_step", original)
     assert_same_run(train(tmp_path / "run", resume=True), whole)
 
 
@@ -361,13 +383,24 @@ def test_what_decays():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "sgd", "lr": 0.05, "ema": 0.9, "clip": 1.0}, {"magnitude": None}], ids=["adam", "sgd", "plain"]
+    "options",
+    [{}, {"optimizer": "sgd", "lr": 0.05, "ema": 0.9, "clip": 1.0}, {"magnitude": None}],
+    ids=["adam", "sgd", "plain"],
 )
 def test_a_graph_is_its_steps(tmp_path, options):
     """Recorded steps do what the others do; projection and schedule too."""
-    options = {"norm": "batch", "projection": 4, "orthogonality": 1e-4, "schedule": "onecycle", "epochs": 6.0, **options}
+    options = {
+        "norm": "batch",
+        "projection": 4,
+        "orthogonality": 1e-4,
+        "schedule": "onecycle",
+        "epochs": 6.0,
+        **options,
+    }
     runs = [
-        dcnet.train(recipe(**options, graphs=graphs, deterministic=True), tmp_path / str(graphs), device="cuda", quiet=True)
+        dcnet.train(
+            recipe(**options, graphs=graphs, deterministic=True), tmp_path / str(graphs), device="cuda", quiet=True
+        )
         for graphs in (False, True)
     ]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
@@ -389,7 +422,9 @@ def test_metrics_cut_off_anywhere(tmp_path):
 def test_penultimate_activation(tmp_path):
     options = {"magnitude": None, "steps": 1}
     features = [
-        dcnet.train(recipe(penultimate_activation=on, **options), tmp_path / str(on), quiet=True).model.features(torch.rand(8, 1, 8, 8))
+        dcnet.train(recipe(penultimate_activation=on, **options), tmp_path / str(on), quiet=True).model.features(
+            torch.rand(8, 1, 8, 8)
+        )
         for on in (True, False)
     ]
     assert features[0].min() >= 0 > features[1].min()
@@ -414,18 +449,27 @@ def test_pretrained_start(tmp_path):
     run = dcnet.train(begun, tmp_path / "decoupled", device="cpu", quiet=True)
     for name, tensor in plain.model.state_dict().items():
         torch.testing.assert_close(run.model.state_dict()[name], tensor)
-    other = dcnet.train(recipe(pretrained=str(run.folder), steps=1, lr=1e-12, magnitude="sphere"), tmp_path / "sphere", device="cpu", quiet=True)
+    other = dcnet.train(
+        recipe(pretrained=str(run.folder), steps=1, lr=1e-12, magnitude="sphere"),
+        tmp_path / "sphere",
+        device="cpu",
+        quiet=True,
+    )
     torch.testing.assert_close(other.model.state_dict()["head.weight"], run.model.state_dict()["head.weight"])
     # once begun, a run does not need the other any more
     (run.folder / "recipe.json").rename(tmp_path / "elsewhere")
     (other.folder / "result.json").unlink()
     assert train(other.folder, resume=True).accuracy == other.result["accuracy"]
-    with pytest.raises(ValueError, match=r"pretrained=.* does not fit the recipe's network; for one: size mismatch for head.weight"):
+    with pytest.raises(
+        ValueError, match=r"pretrained=.* does not fit the recipe's network; for one: size mismatch for head.weight"
+    ):
         train(tmp_path / "other", pretrained=str(plain.folder), model="cnn9")
 
 
 def test_non_finite_loss(tmp_path, monkeypatch):
-    with pytest.raises(NonFiniteLoss, match=r"the loss is not finite at step \d+ \(epoch \d+, batch \d+, learning rate 1e\+30\): .*"):
+    with pytest.raises(
+        NonFiniteLoss, match=r"the loss is not finite at step \d+ \(epoch \d+, batch \d+, learning rate 1e\+30\): .*"
+    ):
         train(tmp_path / "run", magnitude=None, lr=1e30, optimizer="sgd")
     # the layer that was first
     original = nn.MaxPool2d.forward
@@ -448,7 +492,11 @@ def test_non_finite_loss(tmp_path, monkeypatch):
     calls.clear()
     looks = []
     real = trainer._stop_if_not_finite
-    monkeypatch.setattr(trainer, "_stop_if_not_finite", lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 10 == 0 else None))
+    monkeypatch.setattr(
+        trainer,
+        "_stop_if_not_finite",
+        lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 10 == 0 else None),
+    )
     with pytest.raises(NonFiniteLoss, match=r"at step 8 "):
         train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=10, batch=128)
     assert not (tmp_path / "late" / "checkpoint.safetensors").exists()
@@ -478,7 +526,10 @@ def test_what_is_no_recipe(tmp_path, monkeypatch):
     assert dcnet.train("brief", tmp_path / "run", device="cpu", quiet=True).recipe.steps == 1  # by name
     with pytest.raises(ValueError, match=r"unknown recipe 'dmeo'. Did you mean 'demo'"):
         dcnet.train("dmeo")
-    with pytest.raises(TypeError, match=r"recipe must be a dcnet.Recipe, or the name of one, got {'lr': 1}; possible: 'demo', dcnet.make_recipe"):
+    with pytest.raises(
+        TypeError,
+        match=r"recipe must be a dcnet.Recipe, or the name of one, got {'lr': 1}; possible: 'demo', dcnet.make_recipe",
+    ):
         dcnet.train({"lr": 1})
 
 
@@ -495,7 +546,10 @@ def test_what_is_no_recipe(tmp_path, monkeypatch):
         ({"image_size": 32}, "image_size=32 is for image folders"),
         ({"data": "imagefolder:nowhere"}, "image folder nowhere does not exist"),
         ({"pretrained": "nowhere"}, "nowhere is not a run folder"),
-        ({"graphs": True, "compile": True}, "graphs=True does not go here: the device is cpu, and CUDA graphs need a GPU; compile=True has"),
+        (
+            {"graphs": True, "compile": True},
+            "graphs=True does not go here: the device is cpu, and CUDA graphs need a GPU; compile=True has",
+        ),
         ({"augment": "crop", "pad": 8}, "pad=8 does not go with images of 8×8"),
     ],
 )
@@ -577,10 +631,20 @@ def test_metrics_cut_off_by_a_kill(tmp_path):
 
 def test_global_settings_are_restored(tmp_path):
     torch.manual_seed(5)
-    before = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(), torch.rand(1).item())
+    before = (
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.rand(1).item(),
+    )
     torch.manual_seed(5)
     train(tmp_path / "run", epochs=1.0, deterministic=True, precision="tf32")
-    after = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(), torch.rand(1).item())
+    after = (
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.rand(1).item(),
+    )
     assert before == after
 
 

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from helpers import in_two_processes
 
 import dcnet
-from dcnet.training import job
+from dcnet.training import state
 from dcnet.training.checkpoint import load_checkpoint
 from dcnet.util.lock import InUse, locked
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="torch is built without gloo"
+)
 
 
 def curve(run):
@@ -22,19 +24,44 @@ def curve(run):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"accumulate": 2, "projection": 3, "orthogonality": 1e-4}], ids=["plainly", "in parts"]
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"accumulate": 2, "projection": 3, "orthogonality": 1e-4}],
+    ids=["plainly", "in parts"],
 )
 def test_two_processes_are_one(tmp_path, options):
     """torchrun, with norm=None and E{‖x‖} over both: the curve of one process, to rounding."""
     # SGD at a low rate: rounding errors grow with the steps (kinks, 1/‖x‖ of nearly empty patches), and Adam divides gradients by their own size
-    options = {"epochs": 2.0, "batch": 128, "optimizer": "sgd", "lr": 0.005, "norm": "none", "sync": True, "augment": "crop", "pad": 1, **options}
+    options = {
+        "epochs": 2.0,
+        "batch": 128,
+        "optimizer": "sgd",
+        "lr": 0.005,
+        "norm": "none",
+        "sync": True,
+        "augment": "crop",
+        "pad": 1,
+        **options,
+    }
     if "accumulate" in options:  # parts have means of their own
         options |= {"magnitude": "sphere", "sync": False}
     recipe = dcnet.make_recipe(**options)
     (tmp_path / "recipe.json").write_text(recipe.to_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    arguments = ["-m", "--", "dcnet", "train", "--recipe", str(tmp_path / "recipe.json"), "--device", "cpu", "--run", str(tmp_path / "two")]
-    done = subprocess.run([*command, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    arguments = [
+        "-m",
+        "--",
+        "dcnet",
+        "train",
+        "--recipe",
+        str(tmp_path / "recipe.json"),
+        "--device",
+        "cpu",
+        "--run",
+        str(tmp_path / "two"),
+    ]
+    done = subprocess.run(
+        [*command, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 2:") == 1  # only the first prints
     two, one = dcnet.Run(tmp_path / "two"), dcnet.train(recipe, tmp_path / "one", device="cpu", quiet=True)
@@ -45,9 +72,11 @@ def test_two_processes_are_one(tmp_path, options):
 
 
 def worker(rank, port, results):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
-    original = job.Job.save
+    original = state.TrainingState.save
     seen = []
 
     def save(self, run):
@@ -57,7 +86,7 @@ def worker(rank, port, results):
         seen[-1].update({f"model {name}": buffer for name, buffer in agreed.items()})
         seen[-1].update({f"calibrated {name}": buffer for name, buffer in self.calibrated.items()})
 
-    job.Job.save = save
+    state.TrainingState.save = save
     folder = os.environ["TEST_FOLDER"]
     try:
         dcnet.train(dcnet.make_recipe(epochs=1.0), os.environ["TEST_LOCKED"], device="cpu", quiet=True)

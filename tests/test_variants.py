@@ -20,9 +20,14 @@ def test_the_authors_loss():
     expected = -(targets * (logits.softmax(1) + 1e-4).log()).sum()
     torch.testing.assert_close(classification_loss(logits, labels, recipe), expected)
     wrong = torch.tensor([[0.0, 1000.0]])
-    assert classification_loss(wrong, torch.tensor([0]), dcnet.make_recipe(loss="floored")) <= -torch.tensor(FLOOR).log() + 1e-4
+    assert (
+        classification_loss(wrong, torch.tensor([0]), dcnet.make_recipe(loss="floored"))
+        <= -torch.tensor(FLOOR).log() + 1e-4
+    )
     plain = classification_loss(logits, labels, dcnet.make_recipe(label_smoothing=0.01))
-    torch.testing.assert_close(plain, nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.01))
+    torch.testing.assert_close(
+        plain, nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.01)
+    )
 
 
 @pytest.mark.parametrize("kind", ["projected", "normalized"])

@@ -46,12 +46,42 @@ MUTANTS = [
         True,
     ),
     Mutant(
-        "tanh: ρ slope zeroed", "formulas/magnitudes.py", "return alpha * t, d, -d * q", "return alpha * t, d, 0.0 * q", "test_operators.py", True
+        "tanh: ρ slope zeroed",
+        "formulas/magnitudes.py",
+        "return alpha * t, d, -d * q",
+        "return alpha * t, d, 0.0 * q",
+        "test_operators.py",
+        True,
     ),
-    Mutant("sigmoid: k slope halved", "formulas/angulars.py", "- bend * s / k", "- 0.5 * bend * s / k", "test_operators.py", True),
-    Mutant("epilogue: ρ slope zeroed", "ops/epilogue.py", "to_kernels(grad_h * h_rho)", "to_kernels(0.0 * grad_h * h_rho)", "test_operators.py"),
-    Mutant("epilogue: sign of the angle's share of ∂n", "ops/epilogue.py", "-((grad_c * c).sum(", "((grad_c * c).sum(", "test_operators.py"),
-    Mutant("epilogue: clamp dropped", "ops/epilogue.py", "return c.clamp(-1.0, 1.0) if clamped else c", "return c", "test_extremes.py"),
+    Mutant(
+        "sigmoid: k slope halved",
+        "formulas/angulars.py",
+        "- bend * s / k",
+        "- 0.5 * bend * s / k",
+        "test_operators.py",
+        True,
+    ),
+    Mutant(
+        "epilogue: ρ slope zeroed",
+        "ops/epilogue.py",
+        "to_kernels(grad_h * h_rho)",
+        "to_kernels(0.0 * grad_h * h_rho)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "epilogue: sign of the angle's share of ∂n",
+        "ops/epilogue.py",
+        "-((grad_c * c).sum(",
+        "((grad_c * c).sum(",
+        "test_operators.py",
+    ),
+    Mutant(
+        "epilogue: clamp dropped",
+        "ops/epilogue.py",
+        "return c.clamp(-1.0, 1.0) if clamped else c",
+        "return c",
+        "test_extremes.py",
+    ),
     Mutant(
         "epilogue: gradient through a dead ReLU",
         "ops/epilogue.py",
@@ -59,12 +89,48 @@ MUTANTS = [
         "threshold_backward(e, y, -1.0)",
         "test_programs.py",
     ),
-    Mutant("epilogue: the clamp's mask never used", "ops/epilogue.py", "kind, eps, clamped\n", "kind, eps, False\n", "test_programs.py"),
-    Mutant("epilogue: a piece beyond the clamp left as it is", "ops/epilogue.py", "                program(*parts)\n", "", "test_programs.py"),
-    Mutant("outer: a point too few", "ops/outer.py", "math.ceil(math.log(", "math.floor(math.log(", "test_outer.py"),
-    Mutant("outer: the first value not taken out", "ops/outer.py", "values[:, :, 1:] - first", "values[:, :, 1:]", "test_outer.py"),
-    Mutant("outer: products rounded to bfloat16", "ops/outer.py", " or not _exact_products():", ":", "test_outer.py"),
-    Mutant("programs: a result of all pieces handed out", "ops/programs.py", ' or copy.op == "placeholder")', ")", "test_programs.py"),
+    Mutant(
+        "epilogue: the clamp's mask never used",
+        "ops/epilogue.py",
+        "kind, eps, clamped\n",
+        "kind, eps, False\n",
+        "test_programs.py",
+    ),
+    Mutant(
+        "epilogue: a piece beyond the clamp left as it is",
+        "ops/epilogue.py",
+        "                program(*parts)\n",
+        "",
+        "test_programs.py",
+    ),
+    Mutant(
+        "outer: a point too few",
+        "ops/tanh_interpolation.py",
+        "math.ceil(math.log(",
+        "math.floor(math.log(",
+        "test_tanh_interpolation.py",
+    ),
+    Mutant(
+        "outer: the first value not taken out",
+        "ops/tanh_interpolation.py",
+        "values[:, :, 1:] - first",
+        "values[:, :, 1:]",
+        "test_tanh_interpolation.py",
+    ),
+    Mutant(
+        "outer: products rounded to bfloat16",
+        "ops/tanh_interpolation.py",
+        " or not _exact_products():",
+        ":",
+        "test_tanh_interpolation.py",
+    ),
+    Mutant(
+        "programs: a result of all pieces handed out",
+        "ops/programs.py",
+        ' or copy.op == "placeholder")',
+        ")",
+        "test_programs.py",
+    ),
     Mutant("programs: what is kept written over", "ops/programs.py", "or made_of in wanted ", "", "test_programs.py"),
     Mutant(
         "programs: what is read later written over",
@@ -73,7 +139,13 @@ MUTANTS = [
         "if False:",
         "test_programs.py",
     ),
-    Mutant("eager: w/‖w‖ as if ‖w‖ did not depend on w", "ops/eager.py", "along - length * one_over_norm", "along", "test_operators.py"),
+    Mutant(
+        "eager: w/‖w‖ as if ‖w‖ did not depend on w",
+        "ops/eager.py",
+        "along - length * one_over_norm",
+        "along",
+        "test_operators.py",
+    ),
     Mutant(
         "patch norm: the gradient of a window one off",
         "ops/norms.py",
@@ -81,12 +153,42 @@ MUTANTS = [
         "spans = [(size - 1) * 1",
         "test_operators.py",
     ),
-    Mutant("programs: what is read again written over", "ops/programs.py", "last[argument] is node", "True", "test_programs.py"),
-    Mutant("programs: the caller's tensor written over", "ops/programs.py", ' or "out" in argument.kwargs:', ":", "test_programs.py"),
-    Mutant("programs: a sum before a factor that varies", "ops/rewriting.py", '["size"][dim] == 1 for', '["size"][dim] > 0 for', "test_programs.py"),
+    Mutant(
+        "programs: what is read again written over",
+        "ops/programs.py",
+        "last[argument] is node",
+        "True",
+        "test_programs.py",
+    ),
+    Mutant(
+        "programs: the caller's tensor written over",
+        "ops/programs.py",
+        ' or "out" in argument.kwargs:',
+        ":",
+        "test_programs.py",
+    ),
+    Mutant(
+        "programs: a sum before a factor that varies",
+        "ops/rewriting.py",
+        '["size"][dim] == 1 for',
+        '["size"][dim] > 0 for',
+        "test_programs.py",
+    ),
     Mutant("programs: a sign lost", "ops/rewriting.py", "(*factors, -1.0))", "(*factors, 1.0))", "test_operators.py"),
-    Mutant("eager: half the norms' gradient", "ops/eager.py", "(2.0 * of_squares)", "(1.0 * of_squares)", "test_operators.py"),
-    Mutant("patch norm: eps dropped", "ops/norms.py", "return (squares + eps).sqrt()", "return squares.sqrt()", "test_extremes.py"),
+    Mutant(
+        "eager: half the norms' gradient",
+        "ops/eager.py",
+        "(2.0 * of_squares)",
+        "(1.0 * of_squares)",
+        "test_operators.py",
+    ),
+    Mutant(
+        "patch norm: eps dropped",
+        "ops/norms.py",
+        "return (squares + eps).sqrt()",
+        "return squares.sqrt()",
+        "test_extremes.py",
+    ),
     Mutant(
         "eager: another eps for kernels",
         "ops/eager.py",
@@ -130,7 +232,13 @@ MUTANTS = [
         "test_identity.py test_operators.py",
     ),
     Mutant("E detached", "ops/mean_norm.py", "else norms.mean(", "else norms.detach().mean(", "test_gradients.py"),
-    Mutant("training uses the average", "layers/decoupled.py", "if self.training and has_mean:", "if False:", "test_layers.py"),
+    Mutant(
+        "training uses the average",
+        "layers/decoupled.py",
+        "if self.training and has_mean:",
+        "if False:",
+        "test_layers.py",
+    ),
     Mutant(
         "groups share one E",
         "ops/mean_norm.py",
@@ -138,7 +246,13 @@ MUTANTS = [
         "else norms.mean().expand(norms.shape[1])",
         "test_layers.py",
     ),
-    Mutant("running momentum wrong", "ops/mean_norm.py", "== 1, share, momentum)", "== 1, share, 1.0 - momentum)", "test_layers.py"),
+    Mutant(
+        "running momentum wrong",
+        "ops/mean_norm.py",
+        "== 1, share, momentum)",
+        "== 1, share, 1.0 - momentum)",
+        "test_layers.py",
+    ),
     Mutant(
         "first batch averaged",
         "ops/mean_norm.py",
@@ -146,8 +260,20 @@ MUTANTS = [
         "share * 0 + momentum",
         "test_layers.py",
     ),
-    Mutant("recomputation counted", "ops/mean_norm.py", "torch._C._current_graph_task_id() != -1", "False", "test_layers.py"),
-    Mutant("evaluation uses the batch", "layers/decoupled.py", "if self.training and has_mean:", "if has_mean:", "test_layers.py"),
+    Mutant(
+        "recomputation counted",
+        "ops/mean_norm.py",
+        "torch._C._current_graph_task_id() != -1",
+        "False",
+        "test_layers.py",
+    ),
+    Mutant(
+        "evaluation uses the batch",
+        "layers/decoupled.py",
+        "if self.training and has_mean:",
+        "if has_mean:",
+        "test_layers.py",
+    ),
     Mutant(
         "sync: gradient not summed over ranks",
         "ops/mean_norm.py",
@@ -164,15 +290,21 @@ MUTANTS = [
     ),
     Mutant(
         "projection: eps inside the norm",
-        "layers/optimisation.py",
+        "layers/optimization.py",
         "scale / norm, 1.0)",
         "scale / (norm.square() + 1e-4).sqrt(), 1.0)",
         "test_optimisation.py",
     ),
-    Mutant("projection: weighted layers too", "layers/optimisation.py", "if layer.weighting is not None:", "if False:", "test_optimisation.py"),
+    Mutant(
+        "projection: weighted layers too",
+        "layers/optimization.py",
+        "if layer.weighting is not None:",
+        "if False:",
+        "test_optimisation.py",
+    ),
     Mutant(
         "weighted gradients: eps forgotten",
-        "layers/optimisation.py",
+        "layers/optimization.py",
         "root(squares, self.eps)",
         "root(squares, 0.0)",
         "test_optimisation.py",
@@ -184,8 +316,16 @@ MUTANTS = [
         "pass",
         "test_fsdp.py",
     ),
-    Mutant("projection: lost in whole kernels of FSDP2", "layers/sharding.py", "        module.reshard()", "        pass", "test_fsdp.py"),
-    Mutant("penalty: of the parts of FSDP2", "layers/sharding.py", "if is_sharded(weight):", "if False:", "test_fsdp.py"),
+    Mutant(
+        "projection: lost in whole kernels of FSDP2",
+        "layers/sharding.py",
+        "        module.reshard()",
+        "        pass",
+        "test_fsdp.py",
+    ),
+    Mutant(
+        "penalty: of the parts of FSDP2", "layers/sharding.py", "if is_sharded(weight):", "if False:", "test_fsdp.py"
+    ),
     Mutant(
         "a mean that is not finite enters the average",
         "ops/mean_norm.py",
@@ -193,9 +333,23 @@ MUTANTS = [
         "torch.where(finite | True, mean",
         "test_layers.py",
     ),
-    Mutant("a mean that is not finite is counted", "ops/mean_norm.py", "add_(finite.all())", "add_(1)", "test_layers.py"),
-    Mutant("the kernels' average takes what is not finite", "ops/fused/statistics.py", "value - value == 0.0", "value == value", "test_layers.py"),
-    Mutant("jit: functions of ours recorded", "ops/norms.py", "and torch._C._is_tracing()", "and False", "test_ecosystem.py"),
+    Mutant(
+        "a mean that is not finite is counted", "ops/mean_norm.py", "add_(finite.all())", "add_(1)", "test_layers.py"
+    ),
+    Mutant(
+        "the kernels' average takes what is not finite",
+        "ops/fused/statistics.py",
+        "value - value == 0.0",
+        "value == value",
+        "test_layers.py",
+    ),
+    Mutant(
+        "jit: functions of ours recorded",
+        "ops/norms.py",
+        "and torch._C._is_tracing()",
+        "and False",
+        "test_ecosystem.py",
+    ),
     Mutant(
         "conversion: the fast path of transformers",
         "layers/other_code.py",
@@ -203,9 +357,27 @@ MUTANTS = [
         "activation_relu_or_gelu = 1",
         "test_convert.py",
     ),
-    Mutant("conversion: half a model after an error", "layers/convert.py", "            module.__class__ = kind\n", "", "test_convert.py"),
-    Mutant("conversion: new parameters decay", "layers/optimizers.py", '{"weight_decay": 0.0} if', "{} if", "test_convert.py"),
-    Mutant("penalty: groups mixed", "layers/optimisation.py", "(layer._kernels_and_groups()[1], -1)", "(1, -1)", "test_optimisation.py"),
+    Mutant(
+        "conversion: half a model after an error",
+        "layers/convert.py",
+        "            module.__class__ = kind\n",
+        "",
+        "test_convert.py",
+    ),
+    Mutant(
+        "conversion: new parameters decay",
+        "layers/optimizers.py",
+        '{"weight_decay": 0.0} if',
+        "{} if",
+        "test_convert.py",
+    ),
+    Mutant(
+        "penalty: groups mixed",
+        "layers/optimization.py",
+        "(layer._kernels_and_groups()[1], -1)",
+        "(1, -1)",
+        "test_optimisation.py",
+    ),
     Mutant("separate: α twice", "ops/operator.py", 'return (("alpha", 1.0),) if', "return () if", "test_extremes.py"),
     Mutant(
         "half precision: norms in bf16",
@@ -221,7 +393,13 @@ MUTANTS = [
         "            move_norm(running_mean, running_var, mean, variance, unbiased, 0.0, at, ok)",
         "test_fused_training.py",
     ),
-    Mutant("fused: variance as it is", "ops/fused/statistics.py", "(variance * unbiased - old)", "(variance - old)", "test_fused_training.py"),
+    Mutant(
+        "fused: variance as it is",
+        "ops/fused/statistics.py",
+        "(variance * unbiased - old)",
+        "(variance - old)",
+        "test_fused_training.py",
+    ),
     Mutant(
         "fused: E detached",
         "ops/fused/call.py",
@@ -230,9 +408,15 @@ MUTANTS = [
         "test_fused_training.py",
     ),
     Mutant(
-        "fused: the norms' gradient left out", "ops/fused/backward.py", "            if add:\n", "            if False:\n", "test_fused_training.py"
+        "fused: the norms' gradient left out",
+        "ops/fused/backward.py",
+        "            if add:\n",
+        "            if False:\n",
+        "test_fused_training.py",
     ),
-    Mutant("fused: recomputation counted", "ops/fused/forward.py", " and not recomputing():", ":", "test_fused_training.py"),
+    Mutant(
+        "fused: recomputation counted", "ops/fused/forward.py", " and not recomputing():", ":", "test_fused_training.py"
+    ),
     Mutant(
         "fused: tiles beyond the map",
         "ops/fused/plan.py",
@@ -242,7 +426,7 @@ MUTANTS = [
     ),
     Mutant(
         "fused: BatchNorm's gradient without its line",
-        "ops/fused/gradient_kernel.py",
+        "ops/fused/backward_kernel.py",
         "e = e - (constant + along * y)",
         "e = e - constant",
         "test_fused_training.py",
@@ -254,11 +438,23 @@ MUTANTS = [
         "                activation, energy = 0, False",
         "test_fused.py",
     ),
-    Mutant("chain: energies too large", "ops/fused/forward_kernel.py", "0.5 * tl.sum(y * y, 1)", "0.6 * tl.sum(y * y, 1)", "test_chain.py"),
-    Mutant("chain: only the first map", "ops/fused/norm_kernels.py", "        at += rows\n    n =", "    n =", "test_chain.py"),
+    Mutant(
+        "chain: energies too large",
+        "ops/fused/forward_kernel.py",
+        "0.5 * tl.sum(y * y, 1)",
+        "0.6 * tl.sum(y * y, 1)",
+        "test_chain.py",
+    ),
+    Mutant(
+        "chain: only the first map",
+        "ops/fused/norm_kernels.py",
+        "        at += rows\n    n =",
+        "    n =",
+        "test_chain.py",
+    ),
     Mutant(
         "chain: the energy's gradient left out",
-        "ops/fused/gradient_kernel.py",
+        "ops/fused/backward_kernel.py",
         "in_p, other=0.0)[:, None] * out",
         "in_p, other=0.0)[:, None] * 0.0",
         "test_chain.py",
@@ -271,7 +467,13 @@ MUTANTS = [
         "depends = o.activation != 0",
         "test_chain.py",
     ),
-    Mutant("chain: hooks overlooked", "layers/block.py", "if carry is not None and (hooked(self) or hooked(conv)):", "if False:", "test_chain.py"),
+    Mutant(
+        "chain: hooks overlooked",
+        "layers/block.py",
+        "if carry is not None and (hooked(self) or hooked(conv)):",
+        "if False:",
+        "test_chain.py",
+    ),
     Mutant(
         "chain: energies of another tensor",
         "ops/fused/convolution.py",
@@ -279,11 +481,41 @@ MUTANTS = [
         "if carry is not None else None",
         "test_chain.py",
     ),
-    Mutant("data: shifts drawn for each rank", "data/resident.py", "shifts[mine]", "shifts[: mine.stop - mine.start]", "test_data.py"),
-    Mutant("data: mirrored with the edge twice", "data/resident.py", "2 * (self.size - 1) - at", "2 * self.size - 1 - at", "test_data.py"),
-    Mutant("data: the same order every epoch", "data/order.py", "(seed, _ORDER, epoch)", "(seed, _ORDER, 0)", "test_training.py"),
-    Mutant("training: plateaus forgotten", "training/job.py", 'self.schedule.load_state_dict(state["schedule"])', "pass", "test_training.py"),
-    Mutant("training: random state forgotten", "training/job.py", 'torch.set_rng_state(tensors["random/cpu"])', "pass", "test_training.py"),
+    Mutant(
+        "data: shifts drawn for each rank",
+        "data/resident.py",
+        "shifts[mine]",
+        "shifts[: mine.stop - mine.start]",
+        "test_data.py",
+    ),
+    Mutant(
+        "data: mirrored with the edge twice",
+        "data/resident.py",
+        "2 * (self.size - 1) - at",
+        "2 * self.size - 1 - at",
+        "test_data.py",
+    ),
+    Mutant(
+        "data: the same order every epoch",
+        "data/order.py",
+        "(seed, _ORDER, epoch)",
+        "(seed, _ORDER, 0)",
+        "test_training.py",
+    ),
+    Mutant(
+        "training: plateaus forgotten",
+        "training/state.py",
+        'self.schedule.load_state_dict(state["schedule"])',
+        "pass",
+        "test_training.py",
+    ),
+    Mutant(
+        "training: random state forgotten",
+        "training/state.py",
+        'torch.set_rng_state(tensors["random/cpu"])',
+        "pass",
+        "test_training.py",
+    ),
     Mutant(
         "training: saved without looking",
         "training/trainer.py",
@@ -293,14 +525,14 @@ MUTANTS = [
     ),
     Mutant(
         "training: moving averages disagree",
-        "training/job.py",
+        "training/state.py",
         "            average_statistics_(self.ema.model)",
         "            pass",
         "test_training_distributed.py",
     ),
     Mutant(
         "training: parts not weighed",
-        "training/job.py",
+        "training/state.py",
         "classification_loss(logits, their, recipe) / size\n",
         "classification_loss(logits, their, recipe) / len(their)\n",
         "test_training.py",
@@ -334,23 +566,93 @@ MUTANTS = [
         "test_robustness.py",
     ),
     Mutant(
-        "robustness: any boundary", "robustness/deepfool.py", "nearest = distance.argmin(1)", "nearest = distance.argmax(1)", "test_robustness.py"
+        "robustness: any boundary",
+        "robustness/deepfool.py",
+        "nearest = distance.argmin(1)",
+        "nearest = distance.argmax(1)",
+        "test_robustness.py",
     ),
     Mutant(
-        "figures: slopes drawn", "figures/functions.py", "torch.full_like(argument, rho))[0]", "torch.full_like(argument, rho))[1]", "test_drawn.py"
+        "figures: slopes drawn",
+        "figures/functions.py",
+        "torch.full_like(argument, rho))[0]",
+        "torch.full_like(argument, rho))[1]",
+        "test_drawn.py",
     ),
-    Mutant("figures: classes mixed up", "figures/features.py", "points[labels == number]", "points[labels != number]", "test_drawn.py"),
-    Mutant("figures: centres left out", "figures/features.py", "centre = mine.mean(axis=0)", "centre = mine[0]", "test_drawn.py"),
-    Mutant("figures: layers upside down", "figures/layers.py", "len(layers) - 0.5, -0.5)", "-0.5, len(layers) - 0.5)", "test_drawn.py"),
-    Mutant("figures: angles reversed", "figures/layers.py", "imshow(relative, cmap=SEQ", "imshow(relative[:, ::-1], cmap=SEQ", "test_drawn.py"),
-    Mutant("figures: line not at π/2", "figures/layers.py", "axvline(math.pi / 2", "axvline(math.pi / 3", "test_drawn.py"),
-    Mutant("figures: quartiles for radii", "figures/layers.py", "least, _, middle, _, most = np", "_, least, middle, most, _ = np", "test_drawn.py"),
-    Mutant("figures: kernels without sign", "figures/layers.py", "0.5 * kernels / np", "0.5 * np.abs(kernels) / np", "test_drawn.py"),
-    Mutant("figures: cosines without sign", "figures/layers.py", "return unit @ unit.T", "return np.abs(unit @ unit.T)", "test_drawn.py"),
+    Mutant(
+        "figures: classes mixed up",
+        "figures/features.py",
+        "points[labels == number]",
+        "points[labels != number]",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: centres left out",
+        "figures/features.py",
+        "centre = mine.mean(axis=0)",
+        "centre = mine[0]",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: layers upside down",
+        "figures/layers.py",
+        "len(layers) - 0.5, -0.5)",
+        "-0.5, len(layers) - 0.5)",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: angles reversed",
+        "figures/layers.py",
+        "imshow(relative, cmap=SEQ",
+        "imshow(relative[:, ::-1], cmap=SEQ",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: line not at π/2", "figures/layers.py", "axvline(math.pi / 2", "axvline(math.pi / 3", "test_drawn.py"
+    ),
+    Mutant(
+        "figures: quartiles for radii",
+        "figures/layers.py",
+        "least, _, middle, _, most = np",
+        "_, least, middle, most, _ = np",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: kernels without sign",
+        "figures/layers.py",
+        "0.5 * kernels / np",
+        "0.5 * np.abs(kernels) / np",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: cosines without sign",
+        "figures/layers.py",
+        "return unit @ unit.T",
+        "return np.abs(unit @ unit.T)",
+        "test_drawn.py",
+    ),
     Mutant("figures: ε not times 255", "figures/robustness.py", '(255.0 * p["eps"],', '(p["eps"],', "test_drawn.py"),
-    Mutant("figures: cross at the right ones", "figures/robustness.py", "'' if what['class'] ==", "'' if what['class'] !=", "test_drawn.py"),
-    Mutant("figures: sign of the change", "figures/robustness.py", "0.5 * (changed - image)", "0.5 * (image - changed)", "test_drawn.py"),
-    Mutant("figures: other quantiles", "figures/training.py", "for quantile in (1, 2, 3)", "for quantile in (0, 2, 4)", "test_drawn.py"),
+    Mutant(
+        "figures: cross at the right ones",
+        "figures/robustness.py",
+        "'' if what['class'] ==",
+        "'' if what['class'] !=",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: sign of the change",
+        "figures/robustness.py",
+        "0.5 * (changed - image)",
+        "0.5 * (image - changed)",
+        "test_drawn.py",
+    ),
+    Mutant(
+        "figures: other quantiles",
+        "figures/training.py",
+        "for quantile in (1, 2, 3)",
+        "for quantile in (0, 2, 4)",
+        "test_drawn.py",
+    ),
     Mutant(
         "inspection: unfooled first",
         "inspection/examples.py",
@@ -358,17 +660,57 @@ MUTANTS = [
         "fooled = after.argmax(1) == labels",
         "test_drawn.py",
     ),
-    Mutant("inspection: ε of colour images", "inspection/run.py", "_EPS_GREY = 0.1", "_EPS_GREY = EPS", "test_drawn.py"),
-    Mutant("inspection: sine for cosine", "inspection/layers.py", ".clamp(-1.0, 1.0).acos()", ".clamp(-1.0, 1.0).asin()", "test_inspection.py"),
-    Mutant("inspection: never made again", "inspection/run.py", "known.get(name) == value for", "name in known for", "test_inspection.py"),
-    Mutant("report: the best accuracy", "robustness/records.py", "accuracy, attack = min(", "accuracy, attack = max(", "test_records.py"),
-    Mutant("tables: schedules mixed", "tables/table.py", "round(share * recipe.steps)", "round(recipe.steps)", "test_tables.py"),
-    Mutant("tables: chance counts as a result", "tables/ledger.py", "100.0 - 200.0 / ", "101.0 - 0.0 / ", "test_tables.py"),
-    Mutant("tables: done cells again", "tables/plan.py", "if ledger.find(recipe) is None or", "if True or", "test_tables.py"),
     Mutant(
-        "tables: a classifier is projected", "models/parts.py", "normalized.constrained = False", "normalized.constrained = True", "test_models.py"
+        "inspection: ε of colour images", "inspection/run.py", "_EPS_GREY = 0.1", "_EPS_GREY = EPS", "test_drawn.py"
     ),
-    Mutant("explorer: division turned round", "explorer/javascript.py", 'ast.Div: "/"', 'ast.Div: "*"', "test_explorer.py"),
+    Mutant(
+        "inspection: sine for cosine",
+        "inspection/layers.py",
+        ".clamp(-1.0, 1.0).acos()",
+        ".clamp(-1.0, 1.0).asin()",
+        "test_inspection.py",
+    ),
+    Mutant(
+        "inspection: never made again",
+        "inspection/run.py",
+        "known.get(name) == value for",
+        "name in known for",
+        "test_inspection.py",
+    ),
+    Mutant(
+        "report: the best accuracy",
+        "robustness/records.py",
+        "accuracy, attack = min(",
+        "accuracy, attack = max(",
+        "test_records.py",
+    ),
+    Mutant(
+        "tables: schedules mixed",
+        "tables/table.py",
+        "round(share * recipe.steps)",
+        "round(recipe.steps)",
+        "test_tables.py",
+    ),
+    Mutant(
+        "tables: chance counts as a result", "tables/ledger.py", "100.0 - 200.0 / ", "101.0 - 0.0 / ", "test_tables.py"
+    ),
+    Mutant(
+        "tables: done cells again",
+        "tables/plan.py",
+        "if ledger.find(recipe) is None or",
+        "if True or",
+        "test_tables.py",
+    ),
+    Mutant(
+        "tables: a classifier is projected",
+        "models/parts.py",
+        "normalized.constrained = False",
+        "normalized.constrained = True",
+        "test_models.py",
+    ),
+    Mutant(
+        "explorer: division turned round", "explorer/javascript.py", 'ast.Div: "/"', 'ast.Div: "*"', "test_explorer.py"
+    ),
 ]
 
 
@@ -377,7 +719,9 @@ def plant(mutant: Mutant, folder: Path) -> None:
     path = folder / "src" / "dcnet" / mutant.file
     text = path.read_text()
     if mutant.old not in text:
-        raise SystemExit(f"{mutant.name}: {mutant.file} no longer holds {mutant.old!r}; bring tools/mutants.py up to date")
+        raise SystemExit(
+            f"{mutant.name}: {mutant.file} no longer holds {mutant.old!r}; bring tools/mutants.py up to date"
+        )
     text = text.replace(mutant.old, mutant.new)
     if "replace(where" in mutant.new:
         text = "from dataclasses import replace\n" + text

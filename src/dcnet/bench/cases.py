@@ -73,7 +73,9 @@ def shapes_of(network: str, size: int = 32) -> list[Shape]:
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
         assert isinstance(module, DecoupledConv2d)
-        shape = Shape(module.in_channels, module.out_channels, module.kernel_size[0], module.stride[0], inputs[0].shape[-1])
+        shape = Shape(
+            module.in_channels, module.out_channels, module.kernel_size[0], module.stride[0], inputs[0].shape[-1]
+        )
         seen[shape] = seen.get(shape, 0) + 1
 
     model = create_model(network, input_size=size).eval()
@@ -132,4 +134,6 @@ def _layers(cuda: bool, quick: bool) -> Iterator[Case]:
     for shape in shapes[: 3 if quick or not cuda else None]:
         for mode in ("forward", "forward + backward"):
             case = Case("layer", str(shape), mode, batch, dtype, layout, "", "")
-            yield from _with_plain(case, ("ours", "straightforward") if cuda else ("ours",), ("tanh + cosine", "tanh + linear"))
+            yield from _with_plain(
+                case, ("ours", "straightforward") if cuda else ("ours",), ("tanh + cosine", "tanh + linear")
+            )

@@ -45,7 +45,10 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
                 del results[-1]["peak MiB"]
         runs.append(run)
     # the host is no part of what inference costs
-    timed = [_graph(run) if device.type == "cuda" and case.mode == "inference" else run for case, run in zip(cases, runs, strict=True)]
+    timed = [
+        _graph(run) if device.type == "cuda" and case.mode == "inference" else run
+        for case, run in zip(cases, runs, strict=True)
+    ]
     for result, times in zip(results, _times(timed, device, repeats), strict=True):
         result["milliseconds"] = times
     if device.type == "cuda":  # last: a profiler slows launches down
@@ -91,7 +94,9 @@ def _layer(case: Case, device: torch.device) -> Callable[[], Any]:
         layer = nn.Conv2d(shape.inputs, shape.outputs, shape.kernel, **geometry)  # type: ignore[arg-type]
     layer = _provided(layer, case, device)
     dtype = getattr(torch, case.dtype)
-    x = _ordered(torch.randn(case.batch, shape.inputs, shape.size, shape.size, device=device, dtype=dtype), case).requires_grad_()
+    x = _ordered(
+        torch.randn(case.batch, shape.inputs, shape.size, shape.size, device=device, dtype=dtype), case
+    ).requires_grad_()
     compiled = _compiled(layer, case)
     with _autocast(case, device):
         e = torch.randn_like(compiled(x))

@@ -9,7 +9,7 @@ import torch
 
 from dcnet.bench.cases import Case
 from dcnet.bench.measure import measure
-from dcnet.circumstances import circumstances
+from dcnet.util.provenance import provenance
 
 CASE = [field.name for field in fields(Case)]
 COLUMNS = [*CASE, "metric", "p20", "p50", "p80", "repeats", "device", "torch", "triton", "python", "commit", "note"]
@@ -29,10 +29,15 @@ def read(path: Path) -> list[Row]:
 
 
 def run(
-    wanted: Iterable[Case], path: Path, device: torch.device, repeats: int, progress: Callable[[str], None], known_commit: str | None = None
+    wanted: Iterable[Case],
+    path: Path,
+    device: torch.device,
+    repeats: int,
+    progress: Callable[[str], None],
+    known_commit: str | None = None,
 ) -> list[Row]:
     """Measures what the file does not have yet for this device, these versions and this commit; gives all its rows."""
-    here = circumstances(device)
+    here = provenance(device)
     if known_commit is not None:
         here["commit"] = known_commit
     rows = read(path)
@@ -53,12 +58,21 @@ def run(
             new = [
                 _row(case)
                 | here
-                | {"metric": metric, "p20": f"{p20:.4g}", "p50": f"{p50:.5g}", "p80": f"{p80:.4g}", "repeats": str(repeats), "note": note}
+                | {
+                    "metric": metric,
+                    "p20": f"{p20:.4g}",
+                    "p50": f"{p50:.5g}",
+                    "p80": f"{p80:.4g}",
+                    "repeats": str(repeats),
+                    "note": note,
+                }
                 for metric, (p20, p50, p80) in results.items()
             ]
             _append(path, new)
             rows += new
-            progress(f"{case.title}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}")
+            progress(
+                f"{case.title}: {', '.join(f'{metric} {values[1]:.4g}' for metric, values in results.items())} {note}"
+            )
     return rows
 
 

@@ -41,6 +41,8 @@ def straightforward_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module) is DecoupledConv2d:
             if module.weighting is not None or module.groups != 1 or module.padding_mode != "zeros":
-                raise ValueError(f"only an unweighted convolution of one group with zero padding can be computed step by step, got {module}")
+                raise ValueError(
+                    f"only an unweighted convolution of one group with zero padding can be computed step by step, got {module}"
+                )
             module.__class__ = StraightforwardConv2d
     return model

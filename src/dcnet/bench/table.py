@@ -1,4 +1,4 @@
-"""The README's table out of the records: ratios to the plain network in the same circumstances."""
+"""The README's table out of the records: ratios to the plain network in the same run of the benchmark."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +10,10 @@ BEGIN, END = "<!-- dcnet bench: begin -->", "<!-- dcnet bench: end -->"
 # What a reader wants to know first: our network at a large and a small batch, eager and compiled, cheap and costly operators.
 _STEP = "resnet32, training step, batch 512, bfloat16"
 BRIEF = (
-    *(f"{_STEP}, ours {operator}" for operator in ("tanh + cosine", "linear + cosine", "seg + square_cosine", "tanh + sigmoid")),
+    *(
+        f"{_STEP}, ours {operator}"
+        for operator in ("tanh + cosine", "linear + cosine", "seg + square_cosine", "tanh + sigmoid")
+    ),
     *(f"{_STEP}, {how} tanh + cosine" for how in ("ours compiled", "straightforward")),
     "resnet32, training step, batch 128, bfloat16, ours tanh + cosine",
     "cnn9, training step, batch 128, bfloat16, ours tanh + cosine",
@@ -45,16 +48,20 @@ def render(rows: Iterable[Row], brief: bool = False) -> str:
         milliseconds = values[*mine, "milliseconds"]
         what = f"{row['name']}, {row['mode']}"
         setting = f"{row['batch']}, {row['dtype']}, {row['layout']}"
-        lines.append(f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {kernels} | {memory} |")
+        lines.append(
+            f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {kernels} | {memory} |"
+        )
     head = "| what | batch, dtype, layout | operator | provider | ms | time | kernels alone | memory |\n|---|---|---|---|---|---|---|---|"
-    circumstances = sorted({f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values() if row["operator"]})
+    made = sorted(
+        {f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values() if row["operator"]}
+    )
     return "\n".join(
         [
             head,
             *lines,
             "",
             "Time, time of the GPU's kernels alone (without waiting for the host) and peak memory as ratios to the plain network in the same run. "
-            + "; ".join(circumstances)
+            + "; ".join(made)
             + ".",
         ]
     )

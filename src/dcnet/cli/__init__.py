@@ -7,15 +7,16 @@ from typing import Annotated
 import typer
 
 import dcnet
-from dcnet.cli import attacking, benching, drawing, evaluating, exploring, listing, predict, runs, training
+from dcnet.cli import attack, bench, evaluate, explore, figure, lists, predict, runs, table, train
 from dcnet.cli.common import say
 from dcnet.cli.help import CONTEXT, Command, Group
-from dcnet.cli.table import table
 
 
 def _catalogue() -> str:
     sections = [("Magnitude functions h", dcnet.magnitudes()), ("Angular functions g", dcnet.angulars())]
-    return "\n\n".join("\n\n".join([f"{title}:", *(f"- {formula}" for formula in known.values())]) for title, known in sections)
+    return "\n\n".join(
+        "\n\n".join([f"{title}:", *(f"- {formula}" for formula in known.values())]) for title, known in sections
+    )
 
 
 app = typer.Typer(
@@ -34,17 +35,17 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
         raise typer.Exit
 
 
-app.command(cls=Command, no_args_is_help=True)(training.with_recipe_flags(training.train))
-app.command(cls=Command)(evaluating.evaluate)
+app.command(cls=Command, no_args_is_help=True)(train.with_recipe_flags(train.train))
+app.command(cls=Command)(evaluate.evaluate)
 app.command(cls=Command, no_args_is_help=True)(predict.predict)
 app.command(cls=Command)(runs.runs)
-app.command(cls=Command)(attacking.attack)
-app.command(cls=Command)(benching.bench)
-app.command(cls=Command, no_args_is_help=True)(drawing.figure)
-app.command(cls=Command, no_args_is_help=True)(drawing.report)
-app.command(cls=Command)(exploring.explore)
-app.command(cls=Command, no_args_is_help=True)(table)
-for listed in (listing.models, listing.recipes, listing.data, listing.operators):
+app.command(cls=Command)(attack.attack)
+app.command(cls=Command)(bench.bench)
+app.command(cls=Command, no_args_is_help=True)(figure.figure)
+app.command(cls=Command, no_args_is_help=True)(figure.report)
+app.command(cls=Command)(explore.explore)
+app.command(cls=Command, no_args_is_help=True)(table.table)
+for listed in (lists.models, lists.recipes, lists.data, lists.operators):
     app.command(cls=Command, rich_help_panel="What there is")(listed)
 
 

@@ -44,7 +44,9 @@ def say(text: object, stderr: bool = False) -> None:
     console(stderr, wrap=False).print(printable(text, keep="\n\t"))
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None, right: Sequence[str] = ()) -> None:
+def show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None, right: Sequence[str] = ()
+) -> None:
     """Print a table; `right`: the columns of numbers."""
     known = (Column(printable(name), overflow="fold", justify="right" if name in right else "left") for name in columns)
     table = Table(*known, title=None if title is None else printable(title))
@@ -75,7 +77,12 @@ def run_row(run: Run) -> list[str]:
     if recipe.weighting is not None:
         operator += f", {recipe.weighting}"
     if result is not None:
-        numbers = [f"{result['parameters']:,}", f"{result['epochs']:.4g}", f"{result['accuracy']:.2f}%", f"{result['loss']:.4f}"]
+        numbers = [
+            f"{result['parameters']:,}",
+            f"{result['epochs']:.4g}",
+            f"{result['accuracy']:.2f}%",
+            f"{result['loss']:.4f}",
+        ]
         numbers.append(f"{result['seconds']:.1f}")
     else:
         last = (run.metrics or [{"epoch": 0, "seconds": 0}])[-1]

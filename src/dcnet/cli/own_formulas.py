@@ -13,10 +13,18 @@ from dcnet.training.own_formulas import trust_formulas
 
 Formulas = Annotated[
     list[Path] | None,
-    typer.Option("--formulas", help="Python file that registers formulas of your own; may be given several times.", metavar="FILE"),
+    typer.Option(
+        "--formulas",
+        help="Python file that registers formulas of your own; may be given several times.",
+        metavar="FILE",
+    ),
 ]
 TrustFormulas = Annotated[
-    bool, typer.Option("--trust-formulas", help="Execute the copy of formulas of your own in the run folder; only for a folder that you trust.")
+    bool,
+    typer.Option(
+        "--trust-formulas",
+        help="Execute the copy of formulas of your own in the run folder; only for a folder that you trust.",
+    ),
 ]
 
 
@@ -34,7 +42,9 @@ def _run(file: Path) -> None:
     spec = importlib.util.spec_from_file_location(f"formulas_of_{file.stem}", file.resolve())
     if spec is None or spec.loader is None:
         raise ValueError(f"--formulas {file}: not a Python file; possible: a file that ends in .py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # as an import has it; dataclasses look there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # as an import has it; dataclasses look there
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt as error:  # no limit of time would be right for all files
@@ -47,5 +57,7 @@ def _run(file: Path) -> None:
 
 def _line(error: BaseException, file: Path) -> str:
     """Where in the file it happened; nothing where the file is no Python, which such an error says by itself."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()
+    ]
     return f", line {lines[-1]}" if lines else ""

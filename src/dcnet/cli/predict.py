@@ -38,16 +38,23 @@ def predict(
         read, unreadable = _read(images, shape, found.recipe.data.startswith(FOLDER))
         with joined(device) as ranks, tf32(False), torch.no_grad():
             model = found.model.to(ranks.device)
-            parts = [torch.stack([pixels for _, pixels, _ in read[i : i + _BATCH]]) for i in range(0, len(read), _BATCH)]
+            parts = [
+                torch.stack([pixels for _, pixels, _ in read[i : i + _BATCH]]) for i in range(0, len(read), _BATCH)
+            ]
             chances = (
-                torch.cat([model(part.to(ranks.device).float() / 255.0).float().softmax(1).cpu() for part in parts]) if parts else torch.empty(0, 1)
+                torch.cat([model(part.to(ranks.device).float() / 255.0).float().softmax(1).cpu() for part in parts])
+                if parts
+                else torch.empty(0, 1)
             )
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         fail(error)
     entries = []
     for (path, _, how), chance in zip(read, chances, strict=True):
         likeliest = chance.topk(min(top, len(names)))
-        ranked = [{"class": names[i], "probability": round(p, 6)} for p, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)]
+        ranked = [
+            {"class": names[i], "probability": round(p, 6)}
+            for p, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
+        ]
         entries.append({"image": str(path), "prediction": ranked[0]["class"], "top": ranked, "converted": how})
     if as_json:
         typer.echo(valid(json.dumps([*entries, *unreadable], indent=2, ensure_ascii=False)))
@@ -64,7 +71,15 @@ def _show(run: Path, entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         first, *others = entry["top"]
         rest = ", ".join(f"{other['class']} {100 * other['probability']:.1f}%" for other in others)
-        rows.append([entry["image"], first["class"], f"{100 * first['probability']:.1f}%", rest, entry["converted"] or "as it is"])
+        rows.append(
+            [
+                entry["image"],
+                first["class"],
+                f"{100 * first['probability']:.1f}%",
+                rest,
+                entry["converted"] or "as it is",
+            ]
+        )
     if rows:
         show_table(("image", "prediction", "probability", "then", "converted"), rows, str(run), right=("probability",))
 
@@ -78,12 +93,17 @@ def _classes(run: Run) -> list[str]:
     else:
         names = list(OFFICIAL[data].classes if data in OFFICIAL else load_data(data).classes)
     if len(names) != count:
-        say(f"the names of the classes are not known here: {data} has {len(names)} of {count}; their numbers are shown", stderr=True)
+        say(
+            f"the names of the classes are not known here: {data} has {len(names)} of {count}; their numbers are shown",
+            stderr=True,
+        )
         return [str(number) for number in range(count)]
     return names
 
 
-def _read(paths: list[Path], shape: dict[str, int], cropped: bool) -> tuple[list[tuple[Path, Tensor, str]], list[dict[str, str]]]:
+def _read(
+    paths: list[Path], shape: dict[str, int], cropped: bool
+) -> tuple[list[tuple[Path, Tensor, str]], list[dict[str, str]]]:
     """Return each image's path, its pixels as the network takes them, and how they were converted; and errors of those that cannot be read."""
     try:
         from PIL import Image

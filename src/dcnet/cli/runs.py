@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from dcnet.cli.common import fail, folder_path, run_row, say, show_runs, show_table
-from dcnet.formulas import nearest
 from dcnet.training import Run
 from dcnet.training.run import run_folders
+from dcnet.util.suggest import nearest
 from dcnet.util.text import valid
 
 
@@ -28,12 +28,20 @@ _ORDERS: dict[str, Callable[[Run], Any]] = {
     "epochs": _number("epochs"),
     "seconds": _number("seconds"),
     "parameters": _number("parameters"),
-    "date": lambda run: -max(path.stat().st_mtime for path in (run.folder / "recipe.json", run.folder / "metrics.jsonl") if path.is_file()),
+    "date": lambda run: (
+        -max(
+            path.stat().st_mtime
+            for path in (run.folder / "recipe.json", run.folder / "metrics.jsonl")
+            if path.is_file()
+        )
+    ),
 }
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder to look in.", parser=folder_path, metavar="FOLDER")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder to look in.", parser=folder_path, metavar="FOLDER")] = Path(
+        "runs"
+    ),
     sort: Annotated[
         str,
         typer.Option(
@@ -43,9 +51,12 @@ def runs(
         ),
     ] = "name",
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Two run folders: how their recipes and results differ.", metavar="RUN RUN")
+        tuple[Path, Path] | None,
+        typer.Option(help="Two run folders: how their recipes and results differ.", metavar="RUN RUN"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the whole recipe and result of each run.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with the whole recipe and result of each run.")
+    ] = False,
 ) -> None:
     """List the run folders and their results."""
     try:
@@ -63,10 +74,14 @@ def runs(
             run = Run(path)
             found.append((_ORDERS[sort](run), run_row(run), _entry(run)))
         except Exception as error:  # whatever one folder holds, the others are shown
-            unreadable[str(path)] = f"{error}" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+            unreadable[str(path)] = (
+                f"{error}" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+            )
     found.sort(key=lambda one: one[0])
     if as_json:
-        _print_json([*(entry for _, _, entry in found), *({"run": path, "error": why} for path, why in unreadable.items())])
+        _print_json(
+            [*(entry for _, _, entry in found), *({"run": path, "error": why} for path, why in unreadable.items())]
+        )
         return
     if found:
         show_runs([row for _, row, _ in found])
@@ -78,7 +93,13 @@ def runs(
 
 def _entry(run: Run) -> dict[str, Any]:
     metrics = run.metrics
-    return {"run": str(run.folder), "finished": run.result is not None, "recipe": asdict(run.recipe), "result": run.result, "epochs": len(metrics)}
+    return {
+        "run": str(run.folder),
+        "finished": run.result is not None,
+        "recipe": asdict(run.recipe),
+        "result": run.result,
+        "epochs": len(metrics),
+    }
 
 
 def _print_json(value: Any) -> None:
@@ -99,7 +120,11 @@ def _compare(one: Run, other: Run, as_json: bool) -> None:
         return
     columns = ("", str(one.folder), str(other.folder))
     if fields:
-        show_table(columns, [[name, *(_value(value) for value in values)] for name, values in fields.items()], "Recipes: what differs")
+        show_table(
+            columns,
+            [[name, *(_value(value) for value in values)] for name, values in fields.items()],
+            "Recipes: what differs",
+        )
     else:
         say("The recipes are the same.")
     rows = []

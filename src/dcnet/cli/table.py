@@ -11,11 +11,23 @@ from rich.table import Table as Shown
 from dcnet.bench import render_into
 from dcnet.cli.common import DataRoot, Device, Download, console, fail, say
 from dcnet.cli.own_formulas import Formulas, register
-from dcnet.cli.training import value_of_flag
-from dcnet.formulas import nearest
-from dcnet.tables import SCHEDULES, TABLES, Ledger, Plan, Runner, costs, find_table, markdown, page, plan, under_torchrun
+from dcnet.cli.train import value_of_flag
+from dcnet.tables import (
+    SCHEDULES,
+    TABLES,
+    Ledger,
+    Plan,
+    Runner,
+    costs,
+    find_table,
+    markdown,
+    page,
+    plan,
+    under_torchrun,
+)
 from dcnet.training.recipe import hints
 from dcnet.util.files import write_atomically
+from dcnet.util.suggest import nearest
 
 _LIST = "\n\n".join(f"- {table.name}: {table.title}" for table in TABLES.values())
 _SHARES = ", ".join(f"{name} is {share:g} of it" for name, share in SCHEDULES.items() if share != 1.0)
@@ -24,29 +36,59 @@ _ON_A_GPU = {"precision": "bf16", "channels_last": True, "graphs": True, "evalua
 
 
 def table(
-    names: Annotated[list[str] | None, typer.Argument(help="Which tables; all of them if none is named, with --list and --render.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Which tables; all of them if none is named, with --list and --render.")
+    ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help=f"paper is the whole schedule, {_SHARES}. paper if not given; smoke with --data digits.")
+        str | None,
+        typer.Option(help=f"paper is the whole schedule, {_SHARES}. paper if not given; smoke with --data digits."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, as in 0,1,2.")] = "0",
     match: Annotated[
-        list[str] | None, typer.Option(help="Only cells with this in their name, such as SegConv; may be repeated, and is then an order.")
+        list[str] | None,
+        typer.Option(
+            help="Only cells with this in their name, such as SegConv; may be repeated, and is then an order."
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells trained at once on the device.")] = 1,
-    budget: Annotated[str | None, typer.Option(help="Stop in time, as in 9m, 1h30m or 540s; what runs then goes on the next time.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Stop in time, as in 9m, 1h30m or 540s; what runs then goes on the next time.")
+    ] = None,
     only_whole: Annotated[
-        bool, typer.Option("--only-whole", help="Begin no cell that would not end within the budget, judged by those that did.")
+        bool,
+        typer.Option(
+            "--only-whole", help="Begin no cell that would not end within the budget, judged by those that did."
+        ),
     ] = False,
     runs: Annotated[Path, typer.Option(help="Folder of the cells' run folders.")] = Path("runs/tables"),
-    ledger: Annotated[Path | None, typer.Option(help="File with a JSON line for each cell; RUNS/ledger.jsonl if not given.")] = None,
-    data: Annotated[str | None, typer.Option(help="Another data set for all cells, such as digits, or imagefolder:PATH.")] = None,
-    fields: Annotated[list[str] | None, typer.Option("--set", help="A recipe field for all cells, as in precision=tf32; may be repeated.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="Train nothing: show what there is, what is done and what the rest will cost.")] = False,
-    render: Annotated[Path | None, typer.Option(help="Train nothing: write tables.md and tables.html into this folder.")] = None,
-    into: Annotated[list[Path] | None, typer.Option(help="Train nothing: put the tables between their marks in this Markdown file.")] = None,
-    keep_weights: Annotated[Path | None, typer.Option("--keep-weights", help="Folder for the weights of finished cells.")] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="File with a JSON line for each cell; RUNS/ledger.jsonl if not given.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Another data set for all cells, such as digits, or imagefolder:PATH.")
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A recipe field for all cells, as in precision=tf32; may be repeated."),
+    ] = None,
+    show: Annotated[
+        bool,
+        typer.Option("--list", help="Train nothing: show what there is, what is done and what the rest will cost."),
+    ] = False,
+    render: Annotated[
+        Path | None, typer.Option(help="Train nothing: write tables.md and tables.html into this folder.")
+    ] = None,
+    into: Annotated[
+        list[Path] | None, typer.Option(help="Train nothing: put the tables between their marks in this Markdown file.")
+    ] = None,
+    keep_weights: Annotated[
+        Path | None, typer.Option("--keep-weights", help="Folder for the weights of finished cells.")
+    ] = None,
     keep_records: Annotated[
-        Path | None, typer.Option("--keep-records", help="Folder for a copy of finished cells' records: all but checkpoints and logs.")
+        Path | None,
+        typer.Option(
+            "--keep-records", help="Folder for a copy of finished cells' records: all but checkpoints and logs."
+        ),
     ] = None,
     data_root: DataRoot = Path("data"),
     download: Download = False,
@@ -63,7 +105,11 @@ def table(
             _write(chosen, book, render, into or [], _set(fields or []))
             return
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings: dict[str, Any] = {**(_ON_A_GPU if kind == "cuda" else {}), **_set(fields or []), **({} if data is None else {"data": data})}
+        settings: dict[str, Any] = {
+            **(_ON_A_GPU if kind == "cuda" else {}),
+            **_set(fields or []),
+            **({} if data is None else {"data": data}),
+        }
         which = schedule or ("smoke" if data == "digits" else "paper")
         if which not in SCHEDULES:
             raise ValueError(f"unknown schedule {which!r}.{nearest(which, SCHEDULES)} Possible: {', '.join(SCHEDULES)}")
@@ -88,7 +134,9 @@ def table(
         fail(RuntimeError(f"{len(failed)} cells failed; their run folders have train.log"))
 
 
-table.__doc__ = f"Train the cells of the paper's tables that are missing, and render them beside the paper's numbers.\n\n{_LIST}"
+table.__doc__ = (
+    f"Train the cells of the paper's tables that are missing, and render them beside the paper's numbers.\n\n{_LIST}"
+)
 
 
 def _seeds(text: str) -> list[int]:
@@ -115,19 +163,25 @@ def _set(fields: list[str]) -> dict[str, Any]:
     for text in fields:
         name, equals, value = text.partition("=")
         if not equals or name not in hints:
-            raise ValueError(f"--set {text}: must be FIELD=VALUE with a field of a recipe.{nearest(name, hints)} Known: {', '.join(hints)}")
+            raise ValueError(
+                f"--set {text}: must be FIELD=VALUE with a field of a recipe.{nearest(name, hints)} Known: {', '.join(hints)}"
+            )
         values[name] = value_of_flag(name, value)
     return values
 
 
 def _show(plans: list[Plan], ledger: Ledger) -> None:
     expected = costs(plans, ledger)
-    shown = Shown("table", "cells done", "missing", "will cost", title="Seconds of a device, judged by cells that are done")
+    shown = Shown(
+        "table", "cells done", "missing", "will cost", title="Seconds of a device, judged by cells that are done"
+    )
     for one in plans:
         known = [expected[task.title] for task in one.missing]
         total = sum(cost for cost in known if cost is not None)
         unknown = sum(cost is None for cost in known)
-        words = " + ".join(filter(None, (f"{total / 60:.1f} min" if total else "", f"{unknown} × unknown" if unknown else "")))
+        words = " + ".join(
+            filter(None, (f"{total / 60:.1f} min" if total else "", f"{unknown} × unknown" if unknown else ""))
+        )
         shown.add_row(f"{one.table.name}: {one.table.title}", str(len(one.done)), str(len(one.missing)), words)
     console().print(shown)
     if len(plans) == 1:
@@ -151,7 +205,9 @@ def _write(chosen: list[Any], ledger: Ledger, folder: Path | None, files: list[P
         raise ValueError(f"{ledger.path} has no cell of these tables yet")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "tables.md", ("# The paper's tables, measured\n\n" + "\n\n".join(texts.values()) + "\n").encode())
+        write_atomically(
+            folder / "tables.md", ("# The paper's tables, measured\n\n" + "\n\n".join(texts.values()) + "\n").encode()
+        )
         write_atomically(folder / "tables.html", page(chosen, ledger, **settings).encode())
         say(f"{folder / 'tables.md'} and {folder / 'tables.html'} written")
     for file in files:

@@ -11,7 +11,7 @@ from dcnet.data.official import OFFICIAL, MissingData, Progress, load
 from dcnet.data.order import epoch_order
 from dcnet.data.resident import AUGMENTATIONS, Resident
 from dcnet.data.sets import DataSet, Split
-from dcnet.formulas import nearest
+from dcnet.util.suggest import nearest
 
 NAMES = ("digits", *OFFICIAL)
 FOLDER = "imagefolder:"

@@ -36,7 +36,9 @@ def syntax_tree(formula: Formula) -> ast.FunctionDef:
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
     except (OSError, SyntaxError) as error:
-        raise ValueError(f"{where}its source cannot be read, as it was defined in {code.co_filename}; define it in a file or a notebook") from error
+        raise ValueError(
+            f"{where}its source cannot be read, as it was defined in {code.co_filename}; define it in a file or a notebook"
+        ) from error
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
             continue
@@ -51,17 +53,23 @@ class _Translation:
         self.formula = formula
         self.tree = syntax_tree(formula)
         self.arguments = [argument.arg for argument in self.tree.args.posonlyargs + self.tree.args.args]
-        stored = [node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        stored = [
+            node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ]
         self.locals = [name for name in dict.fromkeys(stored) if name not in self.arguments]
 
     def text(self) -> str:
         lines = [f"let {', '.join(map(_local, self.locals))};"] if self.locals else []
         lines += [line for statement in self.tree.body if (line := self.statement(statement))]
-        return f"function ({', '.join(map(_local, self.arguments))}) {{\n" + "".join(f"  {line}\n" for line in lines) + "}"
+        return (
+            f"function ({', '.join(map(_local, self.arguments))}) {{\n" + "".join(f"  {line}\n" for line in lines) + "}"
+        )
 
     def statement(self, node: ast.stmt) -> str:
         match node:
-            case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.AnnAssign(value=None):  # the docstring; nothing happens
+            case (
+                ast.Expr(value=ast.Constant()) | ast.Pass() | ast.AnnAssign(value=None)
+            ):  # the docstring; nothing happens
                 return ""
             case ast.Assign(targets=targets, value=value):
                 return " = ".join([*map(self.target, targets), self.expression(value)]) + ";"
@@ -97,7 +105,9 @@ class _Translation:
                 return f"({self.expression(left)} {_COMPARISON[type(operator)]} {self.expression(right)})"
             case ast.NamedExpr(target=target, value=value):
                 return f"({self.target(target)} = {self.expression(value)})"
-            case ast.Attribute(value=ast.Name(id="m"), attr=name) if name in m.NAMES and "m" not in self.arguments + self.locals:
+            case ast.Attribute(value=ast.Name(id="m"), attr=name) if (
+                name in m.NAMES and "m" not in self.arguments + self.locals
+            ):
                 return f"m.{name}"
             case ast.Call(func=function, args=given, keywords=keywords):
                 return f"{self.expression(function)}({', '.join(map(self.expression, [*given, *self.by_name(node, keywords)]))})"

@@ -67,7 +67,11 @@ def refusals() -> dict[str, str]:
                 attempt(f"{name}:{learned} {weighting or null}", f"{name}:{learned}={LEARNED}", some, weighting)
     for one, other in product(magnitudes().values(), angulars().values()):
         for learned in set(one.learnable) & set(other.learnable):
-            attempt(f"{one.name} {other.name}:{learned}", f"{one.name}:{learned}={LEARNED}", f"{other.name}:{learned}={LEARNED}")
+            attempt(
+                f"{one.name} {other.name}:{learned}",
+                f"{one.name}:{learned}={LEARNED}",
+                f"{other.name}:{learned}={LEARNED}",
+            )
     return found
 
 
@@ -85,7 +89,11 @@ def _describe_parameter(parameter: Parameter) -> dict[str, Any]:
     bounds = parameter.range
     bounded = bounds.low > -float("inf")
     span = max(3.0, 4.0 * (parameter.default - bounds.low)) if bounded else 3.0
-    slider = [bounds.low + 0.01 * bounds.open, bounds.low + span] if bounded else [parameter.default - span, parameter.default + span]
+    slider = (
+        [bounds.low + 0.01 * bounds.open, bounds.low + span]
+        if bounded
+        else [parameter.default - span, parameter.default + span]
+    )
     return {
         "name": parameter.name,
         "symbol": _symbol(parameter.name),

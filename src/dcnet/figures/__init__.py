@@ -6,7 +6,14 @@ from dcnet.figures.gallery import FIGURES, attacks_of, make_figure, metrics_of, 
 from dcnet.figures.geometry import draw_geometry
 from dcnet.figures.layers import draw_angles, draw_correlation, draw_filters, draw_norms
 from dcnet.figures.response import draw_plane, draw_response
-from dcnet.figures.robustness import draw_deepfool, draw_eps, draw_example, draw_steps, example_captions, example_pictures
+from dcnet.figures.robustness import (
+    draw_deepfool,
+    draw_eps,
+    draw_example,
+    draw_steps,
+    example_captions,
+    example_pictures,
+)
 from dcnet.figures.training import draw_convergence, draw_learned, learned_parameters
 
 __all__ = [

@@ -26,7 +26,15 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
         outwards = 12.0 * centre / max(float(np.linalg.norm(centre)), 1e-12)
         axis.plot(*centre, marker="+", color="0.35", markersize=7)
         box = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
-        style = {"ha": "center", "va": "center", "fontsize": 8, "fontweight": "bold", "color": BLACK, "bbox": box, "zorder": 3}
+        style = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": 8,
+            "fontweight": "bold",
+            "color": BLACK,
+            "bbox": box,
+            "zorder": 3,
+        }
         axis.annotate(name, centre, xytext=outwards, textcoords="offset points", **style)
     axis.axhline(0.0, color="0.7", linewidth=0.6, zorder=0)
     axis.axvline(0.0, color="0.7", linewidth=0.6, zorder=0)

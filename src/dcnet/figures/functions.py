@@ -33,7 +33,13 @@ def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
         raise ValueError(f"rho={rho}; a radius is a positive number")
     n = torch.linspace(0.0, 3.0 * rho, 301, dtype=torch.float64)
     _draw(axis, list(magnitudes().values()), n, n, rho)
-    axis.set(xlabel="‖x‖", ylabel="h(‖x‖)", title=f"Magnitude functions (ρ = {rho:g})", xlim=(0.0, 3.0 * rho), ylim=(0.0, None))
+    axis.set(
+        xlabel="‖x‖",
+        ylabel="h(‖x‖)",
+        title=f"Magnitude functions (ρ = {rho:g})",
+        xlim=(0.0, 3.0 * rho),
+        ylim=(0.0, None),
+    )
     axis.legend(frameon=False)
     axis.grid(alpha=0.25)
 

@@ -13,9 +13,9 @@ from dcnet.figures.layers import angles_figure, filters_figure
 from dcnet.figures.response import response_figure
 from dcnet.figures.robustness import Attacks, adversarial_figure, curves_figure, deepfool_figure
 from dcnet.figures.training import convergence_figure, learned_figure
-from dcnet.formulas import nearest
 from dcnet.inspection import inspect_run
 from dcnet.training import Run
+from dcnet.util.suggest import nearest
 from dcnet.util.text import printable
 
 
@@ -66,7 +66,9 @@ def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Pat
 def metrics_of(run: Run) -> list[dict[str, Any]]:
     """Its epochs; raises where not one is over."""
     if not run.metrics:
-        raise ValueError(f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume {quote(str(run.folder))}")
+        raise ValueError(
+            f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume {quote(str(run.folder))}"
+        )
     return run.metrics
 
 

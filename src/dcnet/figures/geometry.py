@@ -18,8 +18,20 @@ def draw_geometry(axis: Any, magnitude: str, rho: float = 1.0) -> None:
     h = torch.as_tensor(choice(n, torch.full_like(n, rho))[0], dtype=n.dtype).expand_as(n)
     direction = torch.stack([angle.cos(), angle.sin()])
     before, after = (n * direction).numpy(), (h * direction).numpy()
-    axis.quiver(*before, *(after - before), angles="xy", scale_units="xy", scale=1.0, color="0.6", width=0.005, headwidth=5, zorder=1)
-    axis.plot(*before, linestyle="none", marker="o", markerfacecolor="none", markeredgecolor=COLOURS[2], label="x", zorder=2)
+    axis.quiver(
+        *before,
+        *(after - before),
+        angles="xy",
+        scale_units="xy",
+        scale=1.0,
+        color="0.6",
+        width=0.005,
+        headwidth=5,
+        zorder=1,
+    )
+    axis.plot(
+        *before, linestyle="none", marker="o", markerfacecolor="none", markeredgecolor=COLOURS[2], label="x", zorder=2
+    )
     axis.plot(*after, linestyle="none", marker="^", markersize=5, color=COLOURS[1], label="projected", zorder=3)
     circle = torch.linspace(0.0, 2.0 * math.pi, 201, dtype=torch.float64)
     if choice.formula.has_radius:
@@ -38,6 +50,8 @@ def geometry_figure(rho: float = 1.0) -> Any:
     for axis, name in zip(cells, names, strict=False):
         draw_geometry(axis, name, rho)
     hide(cells[len(names) :])
-    with_radius = next((axis for axis, name in zip(cells, names, strict=False) if magnitudes()[name].has_radius), cells[0])
+    with_radius = next(
+        (axis for axis, name in zip(cells, names, strict=False) if magnitudes()[name].has_radius), cells[0]
+    )
     cells[len(names)].legend(*with_radius.get_legend_handles_labels(), loc="center", frameon=False, fontsize=12)
     return figure

@@ -69,7 +69,9 @@ def draw_correlation(axis: Any, inspected: Inspected) -> None:
     cosines = kernel_cosines(inspected)
     image = axis.imshow(cosines, cmap=SIGNED, vmin=-1.0, vmax=1.0, interpolation="nearest")
     axis.figure.colorbar(image, ax=axis, shrink=0.8, label="cosine")
-    axis.set_title(cosines_title(cosines).replace(", ", "\n", 1), fontsize=10)  # in one line it would be wider than the axis
+    axis.set_title(
+        cosines_title(cosines).replace(", ", "\n", 1), fontsize=10
+    )  # in one line it would be wider than the axis
     axis.set(xlabel="kernel", ylabel="kernel")
 
 
@@ -94,7 +96,15 @@ def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
         for colour, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
             axis.hlines(rows, least, most, color=colour, linewidth=width)
             axis.plot(middle, rows, color=colour, linestyle="none", marker="|", markersize=9, markeredgewidth=width)
-            axis.plot([0.985 * FARTHEST] * len(beyond), beyond, color=colour, linestyle="none", marker=">", markersize=3.0 + width, markeredgewidth=0)
+            axis.plot(
+                [0.985 * FARTHEST] * len(beyond),
+                beyond,
+                color=colour,
+                linestyle="none",
+                marker=">",
+                markersize=3.0 + width,
+                markeredgewidth=0,
+            )
     farther = f"; ▸ beyond {FARTHEST:g}" if beyond else ""
     bars = f"\nbars: radii of the layer's kernels,\nleast | median | greatest{farther}" if radii else ""
     axis.set(xlabel=f"‖x‖ / E{{‖x‖}}{bars}", title="Norms of patches", xlim=(0.0, FARTHEST))
@@ -104,7 +114,9 @@ def _draw_histograms(axis: Any, inspected: Inspected, what: str, high: float, ba
     layers = inspected["layers"]
     counts = np.asarray([layer[what] for layer in layers], dtype=float)
     relative = counts / np.maximum(counts.max(axis=1, keepdims=True), 1.0)  # layers differ too much for one scale
-    image = axis.imshow(relative, cmap=SEQUENTIAL, aspect="auto", interpolation="nearest", extent=(0.0, high, len(layers) - 0.5, -0.5))
+    image = axis.imshow(
+        relative, cmap=SEQUENTIAL, aspect="auto", interpolation="nearest", extent=(0.0, high, len(layers) - 0.5, -0.5)
+    )
     if bar:
         axis.figure.colorbar(image, ax=axis, shrink=0.8, label="frequency, highest = 1")
     step = max(1, len(layers) // 12)

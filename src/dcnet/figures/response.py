@@ -11,7 +11,13 @@ from dcnet.figures.style import DIVERGING, new_figure, theta_ticks
 from dcnet.ops import decoupled_linear
 
 # beside the convolution's own product, a bounded operator, a soft one, an unbounded one, and one with another angle
-OPERATORS = (("linear", "cosine"), ("sphere", "cosine"), ("tanh", "cosine"), ("seg", "square_cosine"), ("tanh", "sigmoid"))
+OPERATORS = (
+    ("linear", "cosine"),
+    ("sphere", "cosine"),
+    ("tanh", "cosine"),
+    ("seg", "square_cosine"),
+    ("tanh", "sigmoid"),
+)
 
 
 def _outputs(x: Tensor, w: Tensor, magnitude: str, angular: str) -> Tensor:
@@ -21,10 +27,27 @@ def _outputs(x: Tensor, w: Tensor, magnitude: str, angular: str) -> Tensor:
 
 def _image(axis: Any, values: Tensor, extent: tuple[float, float, float, float], across: Tensor, up: Tensor) -> None:
     most = float(values.abs().max()) or 1.0
-    image = axis.imshow(values.numpy(), origin="lower", extent=extent, aspect="auto", cmap=DIVERGING, vmin=-most, vmax=most, interpolation="none")
+    image = axis.imshow(
+        values.numpy(),
+        origin="lower",
+        extent=extent,
+        aspect="auto",
+        cmap=DIVERGING,
+        vmin=-most,
+        vmax=most,
+        interpolation="none",
+    )
     levels = [level for level in torch.linspace(-most, most, 9).tolist() if abs(level) > 1e-9]
     # dashed where negative: in grey print the colours of both signs look alike
-    axis.contour(across.numpy(), up.numpy(), values.numpy(), levels=levels, colors="0.25", linewidths=0.6, negative_linestyles="dashed")
+    axis.contour(
+        across.numpy(),
+        up.numpy(),
+        values.numpy(),
+        levels=levels,
+        colors="0.25",
+        linewidths=0.6,
+        negative_linestyles="dashed",
+    )
     bar = axis.figure.colorbar(image, ax=axis, shrink=0.85, ticks=[-most, -most / 2, 0.0, most / 2, most], format=_tick)
     bar.ax.tick_params(labelsize=9)
     bar.ax.set_title("f", fontsize=10, pad=5)  # above: beside the numbers it would have to be small, and turned
@@ -46,7 +69,9 @@ def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: 
     theta_ticks(axis, "y")
 
 
-def draw_plane(axis: Any, magnitude: str, angular: str = "cosine", kernel: tuple[float, float] = (0.8, 0.6), farthest: float = 3.0) -> None:
+def draw_plane(
+    axis: Any, magnitude: str, angular: str = "cosine", kernel: tuple[float, float] = (0.8, 0.6), farthest: float = 3.0
+) -> None:
     """Draws the output over a plane of inputs, for a kernel in that plane, with radius 1."""
     along = torch.linspace(-farthest, farthest, 201, dtype=torch.float64)
     x = torch.stack(torch.meshgrid(along, along, indexing="xy"), -1)
@@ -54,7 +79,13 @@ def draw_plane(axis: Any, magnitude: str, angular: str = "cosine", kernel: tuple
     _image(axis, _outputs(x, w, magnitude, angular), (-farthest, farthest, -farthest, farthest), along, along)
     axis.annotate("", xy=kernel, xytext=(0.0, 0.0), arrowprops={"arrowstyle": "->", "linewidth": 2.0, "color": "black"})
     axis.text(
-        1.25 * kernel[0], 1.25 * kernel[1], "w", ha="center", va="center", fontweight="bold", bbox={"facecolor": "white", "alpha": 0.7, "lw": 0}
+        1.25 * kernel[0],
+        1.25 * kernel[1],
+        "w",
+        ha="center",
+        va="center",
+        fontweight="bold",
+        bbox={"facecolor": "white", "alpha": 0.7, "lw": 0},
     )
     axis.set(xlabel="x₁", ylabel="x₂", title=f"{magnitude} + {angular}", aspect="equal")
 

@@ -38,7 +38,9 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
     found = {name: entry for name, attacks in runs.items() if (entry := deepfool_entry(attacks, norm)) is not None}
     if without := [name for name in runs if name not in found]:
         option = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
-        raise ValueError(f"no DeepFool in the norm {norm} was run on {', '.join(without)}; run: dcnet attack RUN --attacks {option}")
+        raise ValueError(
+            f"no DeepFool in the norm {norm} was run on {', '.join(without)}; run: dcnet attack RUN --attacks {option}"
+        )
     for (name, entry), style in zip(found.items(), line_styles(), strict=False):
         sizes, attacked = entry["sizes"], entry.get("attacked", len(entry["sizes"]))
         # images that it did not fool have no size: they would stand to the right
@@ -56,7 +58,9 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
 
 def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
     """Both norms side by side, those that there are."""
-    norms = [norm for norm in ("l2", "linf") if any(deepfool_sizes(attacks, norm) is not None for attacks in runs.values())] or ["l2"]
+    norms = [
+        norm for norm in ("l2", "linf") if any(deepfool_sizes(attacks, norm) is not None for attacks in runs.values())
+    ] or ["l2"]
     figure, (axes,) = new_figure(1, len(norms), 5.0, 4.0 + room_below(len(runs)))
     for axis, norm in zip(axes, norms, strict=True):
         draw_deepfool(axis, runs, norm)
@@ -65,7 +69,9 @@ def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
 
 def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
     """Draws the accuracy under PGD as ε grows, from a check-up of each run at one ε: it must reach 0, where the line ends."""
-    _, images = _draw_check_ups(axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * p["eps"], p["accuracy"]) for p in found["curve"])])
+    _, images = _draw_check_ups(
+        axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * p["eps"], p["accuracy"]) for p in found["curve"])]
+    )
     axis.set_xscale("symlog", linthresh=1.0, base=2)
     ticks = [0, 1, 2, 4, 8, 16, 32, 64, 255]
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -74,12 +80,19 @@ def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
 
 def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
     """Draws the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off."""
-    eps, images = _draw_check_ups(axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]])
+    eps, images = _draw_check_ups(
+        axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]]
+    )
     axis.set_xscale("log", base=10)
-    axis.set(xlabel="steps of PGD (the last with restarts and another loss)", title=f"As steps grow: ε · 255 = {eps:g}, {images}")
+    axis.set(
+        xlabel="steps of PGD (the last with restarts and another loss)",
+        title=f"As steps grow: ε · 255 = {eps:g}, {images}",
+    )
 
 
-def _draw_check_ups(axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]) -> tuple[float | None, str]:
+def _draw_check_ups(
+    axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]
+) -> tuple[float | None, str]:
     """Draws a line for each run; gives the ε of the check-ups, times 255, and in words on how many images they rest."""
     eps, found = check_ups_of(runs)
     if without := [name for name in runs if name not in found]:
@@ -105,7 +118,10 @@ def curves_figure(runs: Mapping[str, Attacks]) -> Any:
 
 def example_pictures(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The "image", the "change" (±ε stretched to 0 … 1, no change in the middle) and the "changed" image: each (H, W, C) in [0, 1]."""
-    image, changed = (decoded(example[key], example["channels"], example["size"]).numpy().transpose(1, 2, 0) for key in ("image", "adversarial"))
+    image, changed = (
+        decoded(example[key], example["channels"], example["size"]).numpy().transpose(1, 2, 0)
+        for key in ("image", "adversarial")
+    )
     change = 0.5 + 0.5 * (changed - image) / max(example["eps"], 1e-12)
     return {"image": image.clip(0.0, 1.0), "change": change.clip(0.0, 1.0), "changed": changed.clip(0.0, 1.0)}
 
@@ -116,7 +132,11 @@ def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict
     def said(what: Mapping[str, Any]) -> str:
         return f"{classes[what['class']]} {100 * what['confidence']:.0f}%{'' if what['class'] == example['label'] else ' ✗'}"
 
-    return {"image": said(example["before"]), "change": f"± {255 * example['eps']:.3g}/255", "changed": said(example["after"])}
+    return {
+        "image": said(example["before"]),
+        "change": f"± {255 * example['eps']:.3g}/255",
+        "changed": said(example["after"]),
+    }
 
 
 def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Sequence[str]) -> None:
@@ -125,7 +145,9 @@ def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Seque
     for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
         colours = SIGNED if name == "change" else "gray"
         axis.imshow(picture.squeeze(), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
-        axis.set_title(captions[name].replace(" ", "\n", 1) if name != "change" else captions[name], fontsize=8)  # long names run into each other
+        axis.set_title(
+            captions[name].replace(" ", "\n", 1) if name != "change" else captions[name], fontsize=8
+        )  # long names run into each other
         axis.set(xticks=[], yticks=[])
 
 
@@ -145,5 +167,7 @@ def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
             hide(row[max(1, len(inspected["examples"])) :])
             if not inspected["examples"]:  # its name stays
                 row[0].set(xticks=[], yticks=[])
-                row[0].text(0.5, 0.5, "no image\nis right", ha="center", va="center", fontsize=7, transform=row[0].transAxes)
+                row[0].text(
+                    0.5, 0.5, "no image\nis right", ha="center", va="center", fontsize=7, transform=row[0].transAxes
+                )
     return figure

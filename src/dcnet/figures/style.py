@@ -14,7 +14,9 @@ MARKERS = ("o", "s", "^", "D", "v")
 BLACK = "#010101"  # where it must stay black: a report on a dark page turns black itself light
 DIVERGING = "RdBu_r"  # for signed values, zero in white
 SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
-SIGNED = SEQUENTIAL  # for signed values in pictures too small for contours: its middle is grey, so lightness keeps the sign
+SIGNED = (
+    SEQUENTIAL  # for signed values in pictures too small for contours: its middle is grey, so lightness keeps the sign
+)
 _LONGEST = 32  # characters of a run's name in a legend
 
 

@@ -4,7 +4,18 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import Any
 
-from dcnet.figures.style import SEQUENTIAL, STYLES, add_legend, dots, grid_of, hide, label, line_styles, new_figure, room_below
+from dcnet.figures.style import (
+    SEQUENTIAL,
+    STYLES,
+    add_legend,
+    dots,
+    grid_of,
+    hide,
+    label,
+    line_styles,
+    new_figure,
+    room_below,
+)
 
 Metrics = list[dict[str, Any]]
 _POINTS = 40  # epochs that are drawn of learned parameters
@@ -24,7 +35,11 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
                 marker = {"marker": dot, "markersize": 5} if len(points) == 1 else {}
                 shown = label(name) if split == "test" or not tested else None
                 axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=shown, **marker)
-    axis.set(xlabel="epoch", ylabel=f"{what}{' (%)' if what == 'accuracy' else ''}", title=f"{what.capitalize()}: test thick, training thin")
+    axis.set(
+        xlabel="epoch",
+        ylabel=f"{what}{' (%)' if what == 'accuracy' else ''}",
+        title=f"{what.capitalize()}: test thick, training thin",
+    )
     axis.grid(alpha=0.25)
     add_legend(axis)
 
@@ -37,7 +52,9 @@ def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
     return figure
 
 
-def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True) -> None:
+def draw_learned(
+    axis: Any, metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True
+) -> None:
     """Draws the learned parameter of every layer by epoch: the median over its kernels, and of few layers in a band the middle half of them.
 
     The legend stands to the right of the axis.
@@ -46,7 +63,9 @@ def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: 
 
     entries = [entry for entry in metrics if parameter in entry.get("learned", {})]
     if not entries:
-        raise ValueError(f"no learned {parameter} in these metrics; possible: {', '.join(learned_parameters(metrics)) or 'nothing was learned'}")
+        raise ValueError(
+            f"no learned {parameter} in these metrics; possible: {', '.join(learned_parameters(metrics)) or 'nothing was learned'}"
+        )
     entries = entries[: -1 : max(1, len(entries) // _POINTS)] + entries[-1:]
     layers = list(entries[0]["learned"][parameter])
     bands, step = len(layers) <= _BANDS, -(-len(layers) // _NAMES)
@@ -54,15 +73,25 @@ def draw_learned(axis: Any, metrics: Metrics, parameter: str = "radius", title: 
     epochs = [entry["epoch"] for entry in entries]
     for number, (name, style) in enumerate(zip(layers, cycle(STYLES), strict=False)):
         colour = colours(0.3 + 0.6 * number / max(1, len(layers) - 1))  # neither end, to be seen on dark and on light
-        low, middle, high = ([entry["learned"][parameter][name][quantile] for entry in entries] for quantile in (1, 2, 3))
+        low, middle, high = (
+            [entry["learned"][parameter][name][quantile] for entry in entries] for quantile in (1, 2, 3)
+        )
         if bands:
             axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
         marker = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
         axis.plot(
-            epochs, middle, color=colour, linestyle=style, linewidth=1.8, label=name.removesuffix(".conv") if number % step == 0 else None, **marker
+            epochs,
+            middle,
+            color=colour,
+            linestyle=style,
+            linewidth=1.8,
+            label=name.removesuffix(".conv") if number % step == 0 else None,
+            **marker,
         )
     unit = "radius ρ, in units of E{‖x‖}" if parameter == "radius" else parameter
-    axis.set(xlabel="epoch", ylabel=unit, title=title or f"Learned {parameter}: median{', middle half' if bands else ''}")
+    axis.set(
+        xlabel="epoch", ylabel=unit, title=title or f"Learned {parameter}: median{', middle half' if bands else ''}"
+    )
     axis.grid(alpha=0.25)
     if legend:
         axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -16,7 +16,6 @@ from dcnet.formulas.catalogue import (
     look_up,
     magnitude,
     magnitudes,
-    nearest,
     positive,
 )
 from dcnet.formulas.numbers import parse_number
@@ -35,7 +34,6 @@ __all__ = [
     "m",
     "magnitude",
     "magnitudes",
-    "nearest",
     "parse_number",
     "positive",
 ]

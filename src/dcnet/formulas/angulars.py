@@ -27,7 +27,11 @@ def sigmoid(c, k: learnable(start=0.75, floor=0.05) = 0.3):
     # t/top may round to 1 ± an ulp at c = ±1, where the value is c itself
     value = m.where(m.abs(c) < 1.0, t / top, c)
     bend = (1.0 - t * t) / (2.0 * k * top)
-    return value, bend * m.asin_slope(c), value * (0.7853981633974483 * (1.0 - top * top) / (k * k * top)) - bend * s / k
+    return (
+        value,
+        bend * m.asin_slope(c),
+        value * (0.7853981633974483 * (1.0 - top * top) / (k * k * top)) - bend * s / k,
+    )
 
 
 @angular

@@ -5,7 +5,6 @@ then one slope for each learnable parameter in signature order. It is written wi
 alone. `checks.py` enforces all of this at registration.
 """
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from dcnet.formulas.numbers import parse_number
+from dcnet.util.suggest import nearest
 
 LEARNED = "learned"
 
@@ -124,12 +124,6 @@ def angulars() -> Mapping[str, Formula]:
     return MappingProxyType(_CATALOGUES["angular"])
 
 
-def nearest(word: str, known: Any) -> str:
-    """' Did you mean …?' where something known looks like the word, else ''."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def look_up(kind: str, name: str) -> Formula:
     """The registered formula of that name."""
     catalogue = _CATALOGUES[kind]
@@ -148,7 +142,9 @@ class Choice:
     values: tuple[tuple[str, float], ...]
     learned: tuple[str, ...] = ()
 
-    def __call__(self, first: Any, rho: Any = None, learned: Mapping[str, Any] | None = None, **overrides: float) -> tuple[Any, ...]:
+    def __call__(
+        self, first: Any, rho: Any = None, learned: Mapping[str, Any] | None = None, **overrides: float
+    ) -> tuple[Any, ...]:
         """Value and slopes at `first` (‖x‖ or cos θ); `learned` gives the learned parameters."""
         arguments = dict(self.values) | {name: (learned or {})[name] for name in self.learned} | overrides
         if self.formula.has_radius:
@@ -164,7 +160,9 @@ class Choice:
         return dict(self.values).get(name, default)
 
     def __str__(self) -> str:
-        changed = [f"{k}={repr(v).removesuffix('.0')}" for k, v in self.values if v != self.formula.parameters[k].default]
+        changed = [
+            f"{k}={repr(v).removesuffix('.0')}" for k, v in self.values if v != self.formula.parameters[k].default
+        ]
         changed += [f"{name}={LEARNED}" for name in self.learned]
         return self.name + (":" + ",".join(changed) if changed else "")
 
@@ -190,7 +188,9 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
             known = ", ".join(formula.parameters) or "none"
             if key in ("radius", "rho"):
                 known += ". The radius is an argument of its own, radius="
-            raise ValueError(f"{kind} {formula.name!r} has no parameter {key!r}.{nearest(key, formula.parameters)} Its parameters: {known}")
+            raise ValueError(
+                f"{kind} {formula.name!r} has no parameter {key!r}.{nearest(key, formula.parameters)} Its parameters: {known}"
+            )
         if key in given:
             raise ValueError(f"{kind} {spec!r} gives {key} twice")
         given.add(key)
@@ -231,7 +231,9 @@ def _register(kind: str, function: Any, bounded: bool, replace: bool) -> Any:
     formula = checks.check_slopes(formula)
     known = _CATALOGUES[kind].get(formula.name)
     if known is not None and not replace and known.function.__code__ != function.__code__:
-        raise ValueError(f"{kind} {formula.name!r} is registered already, as {known.text!r}: choose another name, or say replace=True")
+        raise ValueError(
+            f"{kind} {formula.name!r} is registered already, as {known.text!r}: choose another name, or say replace=True"
+        )
     _CATALOGUES[kind][formula.name] = formula
     return function
 
@@ -250,12 +252,18 @@ def _parameters(kind: str, function: Callable[..., Any]) -> dict[str, Parameter]
         if argument.name == "rho":
             raise ValueError(f"{where}: rho must be the second argument of a magnitude")
         if argument.name == "radius":
-            raise ValueError(f"{where}: a parameter cannot be called radius, which is the layer's own; the operator radius is rho")
+            raise ValueError(
+                f"{where}: a parameter cannot be called radius, which is the layer's own; the operator radius is rho"
+            )
         if argument.kind is not argument.POSITIONAL_OR_KEYWORD or not isinstance(argument.default, int | float):
             raise ValueError(f"{where}: parameter {argument} needs a plain name and a number as its default")
-        bounds = anything if argument.annotation is argument.empty or argument.annotation is float else argument.annotation
+        bounds = (
+            anything if argument.annotation is argument.empty or argument.annotation is float else argument.annotation
+        )
         if not isinstance(bounds, Range):
-            raise ValueError(f"{where}: {argument.name} is annotated {bounds!r}; use positive, at_least(low) or learnable(start, floor)")
+            raise ValueError(
+                f"{where}: {argument.name} is annotated {bounds!r}; use positive, at_least(low) or learnable(start, floor)"
+            )
         if not bounds.admits(argument.default):
             raise ValueError(f"{where}: the default {argument.name}={argument.default:g} is not {bounds}")
         parameters[argument.name] = Parameter(argument.name, float(argument.default), bounds)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dcnet.formulas import m
-from dcnet.formulas.catalogue import Formula, nearest
+from dcnet.formulas.catalogue import Formula
+from dcnet.util.suggest import nearest
 
 _REFUSED = {
     "**": "use m.power",
@@ -33,22 +34,34 @@ def check_code(kind: str, function: Any) -> None:
     code = function.__code__
     if code.co_freevars or code.co_cellvars:
         names = ", ".join(code.co_freevars + code.co_cellvars)
-        raise ValueError(f"{where} uses {names} from the function around it; a formula uses its arguments, literals and m")
+        raise ValueError(
+            f"{where} uses {names} from the function around it; a formula uses its arguments, literals and m"
+        )
     jumps = {*dis.hasjrel, *dis.hasjabs}
     of_m = False  # whether the value on top of the stack is `m`
     for step in dis.get_instructions(code):
         name = step.opname
         if step.opcode in jumps or name in ("RETURN_GENERATOR", "RAISE_VARARGS"):
-            raise ValueError(f"{where} branches, loops or raises at line {_line(step, code)}; use m.where, m.minimum or m.step")
+            raise ValueError(
+                f"{where} branches, loops or raises at line {_line(step, code)}; use m.where, m.minimum or m.step"
+            )
         if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "IMPORT_NAME") and step.argval != "m":
-            raise ValueError(f"{where} uses the global name {step.argval!r}; a formula uses its arguments, literals and m")
+            raise ValueError(
+                f"{where} uses the global name {step.argval!r}; a formula uses its arguments, literals and m"
+            )
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             if not of_m:
-                raise ValueError(f"{where} uses the attribute .{step.argval}; call functions of m instead, as in m.{step.argval}(…)")
+                raise ValueError(
+                    f"{where} uses the attribute .{step.argval}; call functions of m instead, as in m.{step.argval}(…)"
+                )
             if step.argval not in m.NAMES:
-                raise ValueError(f"{where} uses m.{step.argval}.{nearest(step.argval, m.NAMES)} m has: {', '.join(sorted(m.NAMES))}")
+                raise ValueError(
+                    f"{where} uses m.{step.argval}.{nearest(step.argval, m.NAMES)} m has: {', '.join(sorted(m.NAMES))}"
+                )
         if name == "BINARY_OP" and step.argrepr.endswith("="):
-            raise ValueError(f"{where} uses {step.argrepr}, which would change its argument; write a = a {step.argrepr[:-1]} b")
+            raise ValueError(
+                f"{where} uses {step.argrepr}, which would change its argument; write a = a {step.argrepr[:-1]} b"
+            )
         if name == "BINARY_OP" and step.argrepr in _REFUSED:
             raise ValueError(f"{where} uses the operator {step.argrepr}: {_REFUSED[step.argrepr]}")
         if name not in ("CACHE", "PRECALL", "PUSH_NULL"):
@@ -75,13 +88,19 @@ def check_slopes(formula: Formula) -> Formula:
         results = _evaluate(formula, point, len(names) + 1)
         here = results[0]
         if not bool(torch.isfinite(here).all()):
-            raise ValueError(f"{formula.kind} {formula.name!r} is not finite at {_describe(point, ~torch.isfinite(here))}")
+            raise ValueError(
+                f"{formula.kind} {formula.name!r} is not finite at {_describe(point, ~torch.isfinite(here))}"
+            )
         for name, slope in zip(names, results[1:], strict=True):
             left = (here - _evaluate(formula, _moved(point, name, -_STEP))[0]) / _STEP
             right = (_evaluate(formula, _moved(point, name, _STEP))[0] - here) / _STEP
             # At a kink left and right disagree, and any slope between them will do.
             tolerance = _TOLERANCE * (1.0 + torch.maximum(left.abs(), right.abs()))
-            wrong = (slope < torch.minimum(left, right) - tolerance) | (slope > torch.maximum(left, right) + tolerance) | slope.isnan()
+            wrong = (
+                (slope < torch.minimum(left, right) - tolerance)
+                | (slope > torch.maximum(left, right) + tolerance)
+                | slope.isnan()
+            )
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
                 raise ValueError(
@@ -110,8 +129,16 @@ def _points(formula: Formula) -> Iterator[dict[str, Tensor]]:
         if formula.has_radius:
             point["rho"] = uniform(0.2, 3.0)
         for name, parameter in formula.parameters.items():
-            low = -2.0 if math.isinf(parameter.range.low) else parameter.range.low + (0.1 if parameter.range.open else 1e-3)
-            point[name] = torch.full((count,), parameter.default, dtype=torch.float64, device="cpu") if draw == 0 else uniform(low, low + 2.0)
+            low = (
+                -2.0
+                if math.isinf(parameter.range.low)
+                else parameter.range.low + (0.1 if parameter.range.open else 1e-3)
+            )
+            point[name] = (
+                torch.full((count,), parameter.default, dtype=torch.float64, device="cpu")
+                if draw == 0
+                else uniform(low, low + 2.0)
+            )
         yield point
     kinks = torch.tensor([0.25, 1.0, 3.0] if first == "n" else [-0.5, 0.0, 0.5], dtype=torch.float64, device="cpu")
     point = {first: kinks, **({"rho": kinks} if formula.has_radius else {})}
@@ -123,10 +150,16 @@ def _evaluate(formula: Formula, point: dict[str, Tensor], expected: int | None =
     values = list(point.values())
     results: Any = formula.function(*values)
     if expected is not None:
-        slopes = ["‖x‖" if formula.kind == "magnitude" else "cos θ", *(["ρ"] if formula.has_radius else []), *formula.learnable]
+        slopes = [
+            "‖x‖" if formula.kind == "magnitude" else "cos θ",
+            *(["ρ"] if formula.has_radius else []),
+            *formula.learnable,
+        ]
         if not isinstance(results, tuple) or len(results) != expected:
             got = f"{len(results)} results" if isinstance(results, tuple) else type(results).__name__
-            raise ValueError(f"{where} must return its value, then its slopes in {', '.join(slopes)} ({expected} results), got {got}")
+            raise ValueError(
+                f"{where} must return its value, then its slopes in {', '.join(slopes)} ({expected} results), got {got}"
+            )
         for result in results:
             if not isinstance(result, Tensor | float | int):
                 raise ValueError(f"{where} returned a {type(result).__name__}; tensors and numbers are possible")
@@ -147,6 +180,10 @@ def _check_bound(formula: Formula) -> None:
     """A bounded magnitude has stopped growing once ‖x‖ is a million times the radius."""
     far = torch.tensor([1e6, 1e12], dtype=torch.float64, device="cpu")
     point = {"n": far, **({"rho": torch.ones_like(far)} if formula.has_radius else {})}
-    near, further = _evaluate(formula, point | {p.name: torch.full_like(far, p.default) for p in formula.parameters.values()})[0].tolist()
+    near, further = _evaluate(
+        formula, point | {p.name: torch.full_like(far, p.default) for p in formula.parameters.values()}
+    )[0].tolist()
     if abs(further) > abs(near) * 1.01 + 1e-9:
-        raise ValueError(f"magnitude {formula.name!r} is registered as bounded, but is {near:.4g} at ‖x‖ = 1e6 and {further:.4g} at 1e12")
+        raise ValueError(
+            f"magnitude {formula.name!r} is registered as bounded, but is {near:.4g} at ‖x‖ = 1e6 and {further:.4g} at 1e12"
+        )

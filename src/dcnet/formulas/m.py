@@ -18,7 +18,9 @@ ASIN_SLOPE_FLOOR = 1e-6
 _ASIN_LINEAR_FROM = math.sqrt(1.0 - ASIN_SLOPE_FLOOR)
 
 
-def _lifted(name: str, of_tensor: Callable[[Tensor], Tensor], of_number: Callable[[float], float]) -> Callable[[Value], Value]:
+def _lifted(
+    name: str, of_tensor: Callable[[Tensor], Tensor], of_number: Callable[[float], float]
+) -> Callable[[Value], Value]:
     def function(x: Value) -> Value:
         return of_number(x) if isinstance(x, int | float) else of_tensor(x)
 
@@ -57,7 +59,9 @@ def where(condition: Tensor | bool, a: Value, b: Value) -> Value:
     if isinstance(condition, bool):
         return a if condition else b
     if isinstance(a, int | float) and isinstance(b, int | float):
-        raise TypeError(f"m.where needs a tensor among its choices, got the numbers {a} and {b}: use m.step, or add 0 * a tensor")
+        raise TypeError(
+            f"m.where needs a tensor among its choices, got the numbers {a} and {b}: use m.step, or add 0 * a tensor"
+        )
     return torch.where(condition, a, b)
 
 
@@ -73,7 +77,9 @@ def asin(c: Value) -> Value:
     exact = torch.asin(c)
     if not isinstance(c, Tensor):  # what is being recorded is not differentiated
         return exact
-    traced = not torch.compiler.is_compiling() and torch._C._is_tracing()  # by torch.jit, with or without gradients: they may be wanted later
+    traced = (
+        not torch.compiler.is_compiling() and torch._C._is_tracing()
+    )  # by torch.jit, with or without gradients: they may be wanted later
     if not traced and not (c.requires_grad and torch.is_grad_enabled()):
         return exact
     # asin up to the cap, its tangent beyond: the gradient wanted, out of ordinary operations; then the value put right
@@ -89,5 +95,21 @@ def asin_slope(c: Value) -> Value:
 
 
 NAMES = frozenset(
-    ["abs", "sign", "step", "minimum", "maximum", "where", "exp", "log", "log1p", "sqrt", "rsqrt", "tanh", "asin", "asin_slope", "power"],
+    [
+        "abs",
+        "sign",
+        "step",
+        "minimum",
+        "maximum",
+        "where",
+        "exp",
+        "log",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "tanh",
+        "asin",
+        "asin_slope",
+        "power",
+    ],
 )

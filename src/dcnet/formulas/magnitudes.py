@@ -40,7 +40,11 @@ def seg(n, rho, alpha: positive = 1.0, beta=0.5):
     """α·‖x‖ up to ρ, β·‖x‖ + (α − β)·ρ beyond"""
     # both branches at once: β‖x‖ + (α − β)·min(‖x‖, ρ)
     inside = m.step(rho - n)
-    return beta * n + (alpha - beta) * m.minimum(n, rho), beta + (alpha - beta) * inside, (alpha - beta) * (1.0 - inside)
+    return (
+        beta * n + (alpha - beta) * m.minimum(n, rho),
+        beta + (alpha - beta) * inside,
+        (alpha - beta) * (1.0 - inside),
+    )
 
 
 @magnitude

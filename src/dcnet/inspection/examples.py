@@ -11,11 +11,15 @@ from dcnet.robustness import pgd
 STEPS = 5
 
 
-def adversarial_examples(model: nn.Module, images: Tensor, labels: Tensor, eps: float, count: int = 6) -> list[dict[str, Any]]:
+def adversarial_examples(
+    model: nn.Module, images: Tensor, labels: Tensor, eps: float, count: int = 6
+) -> list[dict[str, Any]]:
     """Some of the images that the network gets right, those first that PGD makes it get wrong; images in [0, 1]."""
     with torch.no_grad():
         before = model(images).softmax(1)
-    right = (before.argmax(1) == labels).nonzero().squeeze(1)[: count + 2]  # a few more than are shown, as not all are fooled
+    right = (
+        (before.argmax(1) == labels).nonzero().squeeze(1)[: count + 2]
+    )  # a few more than are shown, as not all are fooled
     images, labels, before = images[right], labels[right], before[right]
     if not len(labels):
         return []
@@ -46,4 +50,6 @@ def encoded(image: Tensor) -> str:
 
 def decoded(text: str, channels: int, size: int) -> Tensor:
     """The image again (C, H, W)."""
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).reshape(channels, size, size).float()
+    return (
+        torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).reshape(channels, size, size).float()
+    )

@@ -19,10 +19,14 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
     decoupled = decoupled_layers(model)
     if decoupled:
         return dict(decoupled)
-    blocks = {name: block for name, block in model.named_modules() if isinstance(block, Block) and "shortcut" not in name}
+    blocks = {
+        name: block for name, block in model.named_modules() if isinstance(block, Block) and "shortcut" not in name
+    }
     found: dict[str, Any] = {f"{name}.conv": block.conv for name, block in blocks.items()}
     if not found:
-        raise ValueError(f"{type(model).__name__} has neither decoupled layers nor blocks of dcnet's networks; there is nothing to inspect")
+        raise ValueError(
+            f"{type(model).__name__} has neither decoupled layers nor blocks of dcnet's networks; there is nothing to inspect"
+        )
     return found
 
 
@@ -56,7 +60,9 @@ def _statistics(layer: Any, x: Tensor) -> dict[str, Any]:
         place = {"padding_mode": layer.padding_mode, "eps": eps}
         where = (layer.stride, layer.padding, layer.dilation, layer.groups)
         norms = patch_norm(x, layer.kernel_size, *where, **place)
-        cosines = _CONVOLUTIONS[x.dim() - 2](x, layer.weight, None, *where, **place, magnitude="sphere", angular="cosine")
+        cosines = _CONVOLUTIONS[x.dim() - 2](
+            x, layer.weight, None, *where, **place, magnitude="sphere", angular="cosine"
+        )
     mean = norms.mean()
     theta = cosines.float().clamp(-1.0, 1.0).acos()
     relative = (norms / mean).clamp(max=FARTHEST)
@@ -82,5 +88,10 @@ def filters_of(model: nn.Module) -> dict[str, Any]:
     """The kernels of the first convolution: its name, and their values, of shape (kernels, channels, height, width)."""
     for name, layer in layers_of(model).items():
         if isinstance(layer, nn.Conv2d):
-            return {"name": name, "values": [[[[float(f"{v:.4g}") for v in row] for row in plane] for plane in k] for k in layer.weight.tolist()]}
+            return {
+                "name": name,
+                "values": [
+                    [[[float(f"{v:.4g}") for v in row] for row in plane] for plane in k] for k in layer.weight.tolist()
+                ],
+            }
     raise ValueError(f"{type(model).__name__} has no two-dimensional convolution")

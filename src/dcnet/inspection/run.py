@@ -34,7 +34,9 @@ def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = No
     What the folder has of this checkpoint is read, not made again; a folder without a checkpoint may have it too.
     """
     if run.recipe.data.startswith(FOLDER):
-        raise ValueError(f"{run.folder} was trained on {run.recipe.data}, which is too large to be inspected as a whole")
+        raise ValueError(
+            f"{run.folder} was trained on {run.recipe.data}, which is too large to be inspected as a whole"
+        )
     path = run.folder / FILE
     if not run.checkpoint.is_file():
         if path.is_file():

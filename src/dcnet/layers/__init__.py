@@ -12,7 +12,7 @@ from dcnet.layers.conv import (
 from dcnet.layers.convert import DecoupleReport, decouple_
 from dcnet.layers.decoupled import Decoupled, decoupled_layers, plain_state_dict
 from dcnet.layers.linear import DecoupledLinear
-from dcnet.layers.optimisation import (
+from dcnet.layers.optimization import (
     WeightProjection,
     orthogonal_penalty,
     orthonormal_penalty,

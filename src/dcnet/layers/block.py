@@ -55,7 +55,9 @@ class Block(Carrying):
         conv, norm = self.conv, self.norm
         if isinstance(x, Proxy):  # torch.fx records a module after the other
             return self._one_by_one(x, residual)
-        if conv._forward_pre_hooks_with_kwargs:  # FSDP2's, for one, casts what it finds there: running averages would move in a copy
+        if (
+            conv._forward_pre_hooks_with_kwargs
+        ):  # FSDP2's, for one, casts what it finds there: running averages would move in a copy
             return self._one_by_one(x, residual)
         if carry is not None and (hooked(self) or hooked(conv)):
             carry = None
@@ -82,7 +84,9 @@ class Block(Carrying):
         tracks = not training or norm.track_running_stats
         running_mean, running_var = (norm.running_mean, norm.running_var) if tracks else (None, None)
         batches = norm.num_batches_tracked if training and tracks else None
-        if batches is not None and norm.momentum is None:  # a cumulative average, for which nn.BatchNorm2d too waits for the device
+        if (
+            batches is not None and norm.momentum is None
+        ):  # a cumulative average, for which nn.BatchNorm2d too waits for the device
             momentum = 1.0 / (float(batches) + 1.0)
         return Finish(
             norm.weight,

@@ -7,7 +7,7 @@ from torch.nn.utils import parametrize
 from dcnet.layers.conv import DecoupledConv1d, DecoupledConv2d, DecoupledConv3d
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.linear import DecoupledLinear
-from dcnet.layers.optimisation import Where
+from dcnet.layers.optimization import Where
 from dcnet.layers.sharding import is_sharded, modules_of_fsdp
 
 TWINS: dict[type[nn.Module], type[Decoupled]] = {
@@ -38,13 +38,19 @@ def refuse_wrapped(model: nn.Module) -> None:
     wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     wrapped += modules_of_fsdp(model, "FSDPModule") + modules_of_fsdp(model, "FullyShardedDataParallel")
     if not wrapped and any(is_sharded(p) for p in model.parameters()):
-        raise ValueError("decouple_ cannot add parameters to a model whose parameters are sharded (DTensor); convert it first, then shard it")
+        raise ValueError(
+            "decouple_ cannot add parameters to a model whose parameters are sharded (DTensor); convert it first, then shard it"
+        )
     if wrapped:
         kind = type(wrapped[0]).__name__
-        raise ValueError(f"decouple_ cannot add parameters to a model wrapped already ({kind}); convert it first, then wrap it")
+        raise ValueError(
+            f"decouple_ cannot add parameters to a model wrapped already ({kind}); convert it first, then wrap it"
+        )
 
 
-def reason_to_leave(name: str, module: nn.Module, parent: nn.Module | None, types: tuple[type[nn.Module], ...], where: Where | None) -> str:
+def reason_to_leave(
+    name: str, module: nn.Module, parent: nn.Module | None, types: tuple[type[nn.Module], ...], where: Where | None
+) -> str:
     """Say why a layer is not to be converted, or nothing; raise where it was asked for by its class and cannot be."""
     kind, plain = type(module), plain_class(module)
     if isinstance(module, Decoupled):
@@ -54,7 +60,9 @@ def reason_to_leave(name: str, module: nn.Module, parent: nn.Module | None, type
     if parametrize.is_parametrized(module):
         reason = _parametrized(module)
         if kind in types and (where is None or where(name, module)):
-            raise ValueError(f"decouple_ cannot convert {name or '(the model itself)'!r}: {reason}. Nothing has been changed")
+            raise ValueError(
+                f"decouple_ cannot convert {name or '(the model itself)'!r}: {reason}. Nothing has been changed"
+            )
         return reason
     if isinstance(parent, nn.MultiheadAttention) and type(parent).forward is nn.MultiheadAttention.forward:
         return "nn.MultiheadAttention multiplies by its weight without calling it"

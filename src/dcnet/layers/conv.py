@@ -45,7 +45,9 @@ class _DecoupledConv(Decoupled):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype)
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
         self._init_decoupling(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
 
     def _kernels_and_groups(self) -> tuple[int, int]:
@@ -54,7 +56,15 @@ class _DecoupledConv(Decoupled):
     def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
         """The decoupled convolution of the input, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
         make = geometry if torch.compiler.is_compiling() else known_geometry
-        where = make(self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, len(self.kernel_size))
+        where = make(
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.padding_mode,
+            len(self.kernel_size),
+        )
         return self._decouple(input, where, finish)
 
 
@@ -93,7 +103,20 @@ class _LazyDecoupledConv(_LazyConvXdMixin):
         if out_channels % groups:
             raise ValueError(f"out_channels={out_channels} must be divisible by groups={groups}")
         # as nn.LazyConv2d: empty tensors first, without a bias, since both are replaced at once
-        super().__init__(0, 0, kernel_size, stride, padding, dilation, groups, False, padding_mode, device=device, dtype=dtype, **decoupling)
+        super().__init__(
+            0,
+            0,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            False,
+            padding_mode,
+            device=device,
+            dtype=dtype,
+            **decoupling,
+        )
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = UninitializedParameter(**like)
         self.out_channels = out_channels

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcnet.formulas import nearest
 from dcnet.layers.candidates import CONVERTIBLE, TWINS, plain_class, reason_to_leave, refuse_wrapped, what_it_overrides
 from dcnet.layers.decoupled import Decoupled, Spec, check_options
-from dcnet.layers.optimisation import Where
+from dcnet.layers.optimization import Where
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
 from dcnet.layers.record import record_
+from dcnet.util.suggest import nearest
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -123,9 +123,13 @@ def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 def _warn_of_what_is_dropped(chosen: dict[str, nn.Module]) -> list[str]:
     """Return notes on the layers whose own arithmetic is about to go, and warn: a report need not be looked at."""
     dropped = {name: what for name, module in chosen.items() if (what := what_it_overrides(type(module)))}
-    notes = [f"{_shown(name)}: the {what} of {type(chosen[name]).__name__} is dropped" for name, what in dropped.items()]
+    notes = [
+        f"{_shown(name)}: the {what} of {type(chosen[name]).__name__} is dropped" for name, what in dropped.items()
+    ]
     if notes:
-        warnings.warn(f"decouple_ drops arithmetic of subclasses named in types: {'; '.join(notes)}", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"decouple_ drops arithmetic of subclasses named in types: {'; '.join(notes)}", UserWarning, stacklevel=3
+        )
     return notes
 
 
@@ -135,7 +139,9 @@ def _tell_optimizer(report: DecoupleReport, chosen: dict[str, nn.Module], groups
         groups.add(new)
         unknown = [name for name, layer in chosen.items() if layer not in groups]
         if unknown:
-            report.notes.append(f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what is new there either")
+            report.notes.append(
+                f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what is new there either"
+            )
         decaying = [name for name, layer in chosen.items() if groups.decays(layer)]
         if decaying:
             report.notes.append(

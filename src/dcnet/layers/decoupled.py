@@ -58,7 +58,9 @@ class Decoupled(nn.Module):
     num_batches_tracked: Tensor | None
     operator: Operator
     groups: int
-    constrained = True  # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
+    constrained = (
+        True  # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
+    )
     weighted_gradient: Any = None  # what `weight_gradients_` puts here
 
     def _init_decoupling(
@@ -115,7 +117,12 @@ class Decoupled(nn.Module):
             return LearnedRadius(self.raw_radius).rho
         if not self.operator.magnitude.formula.has_radius:
             return None
-        return torch.full((self._kernels_and_groups()[0],), float(self.radius), device=self.weight.device, dtype=compute_dtype(self.weight))
+        return torch.full(
+            (self._kernels_and_groups()[0],),
+            float(self.radius),
+            device=self.weight.device,
+            dtype=compute_dtype(self.weight),
+        )
 
     @property
     def learned_parameters(self) -> dict[str, Tensor]:
@@ -163,7 +170,9 @@ class Decoupled(nn.Module):
         """Return what `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
         name = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
         if not name:
-            raise TypeError("torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace nn.Sequential(layer)")
+            raise TypeError(
+                "torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace nn.Sequential(layer)"
+            )
         return x.tracer.create_proxy("call_module", name, (x,), {})
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -189,7 +198,9 @@ class Decoupled(nn.Module):
         """Where an extra starts."""
         if extra in STARTS:
             return STARTS[extra]
-        choice = next(c for c in (self.operator.magnitude, self.operator.angular) if extra.removeprefix("raw_") in c.learned)
+        choice = next(
+            c for c in (self.operator.magnitude, self.operator.angular) if extra.removeprefix("raw_") in c.learned
+        )
         bounds = choice.formula.parameters[extra.removeprefix("raw_")].range
         assert isinstance(bounds, Learnable)
         return bounds.raw_start
@@ -211,8 +222,12 @@ class Decoupled(nn.Module):
     ) -> None:
         # A plain layer's state has none of the extras: they keep what they are. With some of them, the missing ones are errors.
         if not any(prefix + name in state_dict for name in self._extras()):
-            state_dict = state_dict | {prefix + name: self._kept(name, state_dict.get(prefix + "weight")) for name in self._extras()}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            state_dict = state_dict | {
+                prefix + name: self._kept(name, state_dict.get(prefix + "weight")) for name in self._extras()
+            }
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         unexpected_keys[:] = [_UnexpectedBias(key) if key == prefix + "bias" else key for key in unexpected_keys]
         self._apply(lambda t: t)  # statistics that came in half precision, with assign=True
 
@@ -278,7 +293,9 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     The kernels are as they are, not normalized: the plain network with them is a start, not the same function.
     """
-    extras = {f"{name}." * bool(name) + extra for name, layer in decoupled_layers(model).items() for extra in layer._extras()}
+    extras = {
+        f"{name}." * bool(name) + extra for name, layer in decoupled_layers(model).items() for extra in layer._extras()
+    }
     return {key: tensor for key, tensor in model.state_dict().items() if key not in extras}
 
 

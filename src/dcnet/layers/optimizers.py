@@ -19,9 +19,13 @@ def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Mod
     if optimizer is None:
         return None
     owner = {p: group for group in optimizer.param_groups for p in group["params"]}
-    found = {layer: owner[own[0]] for layer in layers.values() if (own := [p for p in layer.parameters() if p in owner])}
+    found = {
+        layer: owner[own[0]] for layer in layers.values() if (own := [p for p in layer.parameters() if p in owner])
+    }
     if layers and not found:
-        raise ValueError(f"optimizer has no parameter of any of the {len(layers)} layers to convert: was it made for this model?")
+        raise ValueError(
+            f"optimizer has no parameter of any of the {len(layers)} layers to convert: was it made for this model?"
+        )
     if any("initial_lr" in group for group in found.values()):
         raise ValueError(
             "optimizer has a learning-rate schedule already, which knows the number of its groups; convert first, then make the schedule",
@@ -49,4 +53,8 @@ class Groups:
 
     def decays(self, layer: nn.Module) -> bool:
         """Tell whether the kernels of a layer are subject to weight decay although their length means nothing."""
-        return isinstance(layer, Decoupled) and layer.weighting is None and bool(self._of.get(layer, {}).get("weight_decay"))
+        return (
+            isinstance(layer, Decoupled)
+            and layer.weighting is None
+            and bool(self._of.get(layer, {}).get("weight_decay"))
+        )

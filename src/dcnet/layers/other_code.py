@@ -22,7 +22,9 @@ def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
             module.use_nested_tensor = False  # which only the fast path can read
     if not slow:
         return []
-    return [f"{slow} nn.TransformerEncoderLayer no longer take PyTorch's fast path in evaluation, which would not call converted layers"]
+    return [
+        f"{slow} nn.TransformerEncoderLayer no longer take PyTorch's fast path in evaluation, which would not call converted layers"
+    ]
 
 
 class Refusal:
@@ -47,7 +49,9 @@ def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
         for method in _MERGING if inside else ():
             if _takes_nothing(getattr(module, method, None)):
                 setattr(module, method, Refusal(name, method, inside[0]))
-                notes.append(f"{name or 'the model'}.{method}() would merge decoupled kernels wrongly; it raises from now on")
+                notes.append(
+                    f"{name or 'the model'}.{method}() would merge decoupled kernels wrongly; it raises from now on"
+                )
     return notes
 
 
@@ -60,4 +64,7 @@ def _takes_nothing(method: Any) -> bool:
     """Tell whether this is a method that can be called without arguments; one that fuses features needs them."""
     if not ismethod(method):
         return False
-    return all(p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature(method).parameters.values())
+    return all(
+        p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        for p in signature(method).parameters.values()
+    )

@@ -11,7 +11,9 @@ _OPTIONS = ("magnitude", "angular", "weighting", "radius", "eps", "momentum", "s
 
 def conversion_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the options of every decoupled layer of a model by its name, as JSON can hold them."""
-    return {name: {option: getattr(layer, option) for option in _OPTIONS} for name, layer in decoupled_layers(model).items()}
+    return {
+        name: {option: getattr(layer, option) for option in _OPTIONS} for name, layer in decoupled_layers(model).items()
+    }
 
 
 def record_(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from dcnet.layers.candidates import CONVERTIBLE
 from dcnet.layers.convert import decouple_
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.optimisation import Where
+from dcnet.layers.optimization import Where
 
 
 def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:
@@ -18,7 +18,9 @@ def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, 
         module = modules.get(name)
         if not isinstance(module, CONVERTIBLE) or isinstance(module, Decoupled):
             found = "there is none of that name" if module is None else f"that is a {type(module).__name__}"
-            raise ValueError(f"cannot convert layer {name!r} as recorded: {found}. Is this the model the record was made of, built anew?")
+            raise ValueError(
+                f"cannot convert layer {name!r} as recorded: {found}. Is this the model the record was made of, built anew?"
+            )
     alike: dict[tuple[Any, ...], set[str]] = {}
     for name, options in conversion.items():
         alike.setdefault(tuple(sorted(options.items(), key=lambda item: item[0])), set()).add(name)
@@ -48,7 +50,9 @@ def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: An
             super().__init__(config, *arguments, **options)
             conversion = getattr(config, "dcnet", None)
             if not conversion:
-                raise ValueError(f"{source!r} has no conversion in its configuration; use {kind.__name__}.from_pretrained")
+                raise ValueError(
+                    f"{source!r} has no conversion in its configuration; use {kind.__name__}.from_pretrained"
+                )
             restore_conversion_(self, conversion)
 
     Converted.__name__, Converted.__qualname__ = kind.__name__, kind.__qualname__

@@ -38,7 +38,11 @@ def _averages(layer: Decoupled | _BatchNorm) -> list[Tensor]:
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the running averages of a model and of their counts, by the names its state dict has for them."""
     layers = tracking_layers(model)
-    return {f"{name}.{key}".lstrip("."): buffer.clone() for name, layer in layers.items() for key, buffer in layer.named_buffers(recurse=False)}
+    return {
+        f"{name}.{key}".lstrip("."): buffer.clone()
+        for name, layer in layers.items()
+        for key, buffer in layer.named_buffers(recurse=False)
+    }
 
 
 @torch.no_grad()
@@ -87,7 +91,9 @@ def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
         for batch in batches:
             x = batch[0] if isinstance(batch, tuple | list) else batch
             if not isinstance(x, Tensor):
-                raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got {type(x).__name__}")
+                raise TypeError(
+                    f"a batch must be a tensor, or a tuple or list that starts with one, got {type(x).__name__}"
+                )
             model(x if device is None else x.to(device))
             finished = True
         if not finished:

@@ -6,16 +6,22 @@ from typing import Any
 
 from torch import nn
 
-from dcnet.formulas import nearest
 from dcnet.models.cnn import CNN
 from dcnet.models.parts import LAYER_OPTIONS, Normalize, Parts
 from dcnet.models.resnet import ResNet, Root, Stage, gaussian_in_units_
+from dcnet.util.suggest import nearest
 
 DEFAULT = "default"
 
 
 def _cnn(widths: tuple[int, ...], depth: int, *features: int) -> Callable[..., nn.Module]:
-    def build(parts: Parts, normalize: Normalize, penultimate_activation: bool = False, penultimate_norm: bool = True, **arguments: Any) -> nn.Module:
+    def build(
+        parts: Parts,
+        normalize: Normalize,
+        penultimate_activation: bool = False,
+        penultimate_norm: bool = True,
+        **arguments: Any,
+    ) -> nn.Module:
         arguments |= {"penultimate_activation": penultimate_activation, "penultimate_norm": penultimate_norm}
         return CNN(parts, normalize, widths, depth, features, **arguments)
 
@@ -24,19 +30,32 @@ def _cnn(widths: tuple[int, ...], depth: int, *features: int) -> Callable[..., n
 
 def _cnn6_2d(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
     """Two features that are the operator's own output: a norm or an activation behind it would hide what it does."""
-    return CNN(parts, normalize, (32, 64, 128), 2, (256, 2), penultimate_activation=False, penultimate_norm=False, **arguments)
+    return CNN(
+        parts, normalize, (32, 64, 128), 2, (256, 2), penultimate_activation=False, penultimate_norm=False, **arguments
+    )
 
 
 def _resnet(root: Root, *stages: Stage) -> Callable[..., nn.Module]:
-    def build(parts: Parts, normalize: Normalize, root_activation: bool = root.activation, **arguments: Any) -> nn.Module:
+    def build(
+        parts: Parts, normalize: Normalize, root_activation: bool = root.activation, **arguments: Any
+    ) -> nn.Module:
         return ResNet(parts, normalize, root._replace(activation=root_activation), stages, **arguments)
 
     return build
 
 
 def _modified_resnet(parts: Parts, normalize: Normalize, root_activation: bool = True, **arguments: Any) -> nn.Module:
-    stages = (Stage(128, 1, entry=True), Stage(256, 2, entry=True), Stage(512, 3, entry=True), Stage(1024, 0, entry=True))
-    return gaussian_in_units_(ResNet(parts, normalize, Root(128, 7, 2, pool=True, activation=root_activation), stages, **arguments, last=False))
+    stages = (
+        Stage(128, 1, entry=True),
+        Stage(256, 2, entry=True),
+        Stage(512, 3, entry=True),
+        Stage(1024, 0, entry=True),
+    )
+    return gaussian_in_units_(
+        ResNet(
+            parts, normalize, Root(128, 7, 2, pool=True, activation=root_activation), stages, **arguments, last=False
+        )
+    )
 
 
 # What only some networks have, and whether a network of that name has it.
@@ -47,12 +66,19 @@ _OWN_OPTIONS: dict[str, tuple[str, Callable[[str], bool]]] = {
 }
 
 
-_NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {  # with the norm and activation they have by default
+_NETWORKS: dict[
+    str, tuple[Callable[..., nn.Module], dict[str, Any]]
+] = {  # with the norm and activation they have by default
     "cnn9": (_cnn((64, 128, 256), 3, 512), {"norm": "batch", "activation": "relu"}),
     "cnn9_narrow": (_cnn((32, 64, 128), 3, 256), {"norm": None, "activation": "relu"}),
-    "resnet32": (_resnet(Root(96), Stage(96, 5, 1), Stage(192, 5), Stage(384, 5)), {"norm": "batch", "activation": "relu"}),
+    "resnet32": (
+        _resnet(Root(96), Stage(96, 5, 1), Stage(192, 5), Stage(384, 5)),
+        {"norm": "batch", "activation": "relu"},
+    ),
     "resnet18": (
-        _resnet(Root(64, 7, 2, pool=True, activation=True), Stage(64, 2, 1), Stage(128, 2), Stage(256, 2), Stage(512, 2)),
+        _resnet(
+            Root(64, 7, 2, pool=True, activation=True), Stage(64, 2, 1), Stage(128, 2), Stage(256, 2), Stage(512, 2)
+        ),
         {"norm": "batch", "activation": "relu"},
     ),
     "resnet18_modified": (_modified_resnet, {"norm": "batch", "activation": "prelu"}),
@@ -94,8 +120,14 @@ def create_model(
         raise ValueError(f"unknown model {name!r}.{nearest(name, _NETWORKS)} Known: {', '.join(_NETWORKS)}")
     if unknown := [option for option in layer_options if option not in LAYER_OPTIONS]:
         known = [*list(inspect.signature(create_model).parameters)[:-1], *LAYER_OPTIONS]
-        raise TypeError(f"create_model() has no argument {unknown[0]!r}.{nearest(unknown[0], known)} Possible: {', '.join(known)}")
-    own = {"penultimate_activation": penultimate_activation, "penultimate_norm": penultimate_norm, "root_activation": root_activation}
+        raise TypeError(
+            f"create_model() has no argument {unknown[0]!r}.{nearest(unknown[0], known)} Possible: {', '.join(known)}"
+        )
+    own = {
+        "penultimate_activation": penultimate_activation,
+        "penultimate_norm": penultimate_norm,
+        "root_activation": root_activation,
+    }
     own = {option: value for option, value in own.items() if value is not None}
     for option, value in own.items():
         lacks, applies = _OWN_OPTIONS[option]

@@ -32,7 +32,9 @@ class CNN(nn.Module):
         super().__init__()
         smallest = 2 ** len(widths)
         if input_size < smallest:
-            raise ValueError(f"input_size={input_size} is too small for {len(widths)} poolings; possible: {smallest} and up")
+            raise ValueError(
+                f"input_size={input_size} is too small for {len(widths)} poolings; possible: {smallest} and up"
+            )
         self.normalize = normalize
         stages: list[nn.Module] = []
         channels = in_channels

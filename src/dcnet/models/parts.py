@@ -50,14 +50,18 @@ class Parts:
         if self.norm not in ("batch", None):
             raise ValueError(f"unknown norm {self.norm!r}; possible: 'batch', None")
         if self.magnitude is None and self.options:
-            raise ValueError(f"{', '.join(self.options)}: options of decoupled layers, but magnitude=None builds a plain network")
+            raise ValueError(
+                f"{', '.join(self.options)}: options of decoupled layers, but magnitude=None builds a plain network"
+            )
 
     def conv(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
         geometry: dict[str, Any] = {"stride": stride, "padding": kernel // 2, "bias": False}
         if self.magnitude is None:
             layer = nn.Conv2d(inputs, outputs, kernel, **geometry)
         else:
-            layer = DecoupledConv2d(inputs, outputs, kernel, **geometry, magnitude=self.magnitude, angular=self.angular, **self.options)
+            layer = DecoupledConv2d(
+                inputs, outputs, kernel, **geometry, magnitude=self.magnitude, angular=self.angular, **self.options
+            )
         nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
         return layer
 
@@ -77,11 +81,19 @@ class Parts:
 
     def block(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activation: bool = True) -> Block:
         """Convolution, norm, activation."""
-        return Block(self.conv(inputs, outputs, kernel, stride), self.batch_norm(outputs), self.activation if activation else None)
+        return Block(
+            self.conv(inputs, outputs, kernel, stride),
+            self.batch_norm(outputs),
+            self.activation if activation else None,
+        )
 
     def connected(self, inputs: int, outputs: int, activation: bool = True, norm: bool = True) -> Block:
         """Fully connected layer, norm, activation."""
-        return Block(self.linear(inputs, outputs), self.batch_norm(outputs, 1) if norm else None, self.activation if activation else None)
+        return Block(
+            self.linear(inputs, outputs),
+            self.batch_norm(outputs, 1) if norm else None,
+            self.activation if activation else None,
+        )
 
     def shortcut(self, inputs: int, outputs: int, stride: int) -> nn.Module:
         """An ordinary 1×1 convolution and norm where the shape changes."""

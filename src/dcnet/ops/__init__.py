@@ -1,7 +1,6 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
 from dcnet.ops.dispatch import check_impl
-from dcnet.ops.finish import ACTIVATIONS, ONLY_RELU, Carry, Finish
 from dcnet.ops.flops import fvcore_handles
 from dcnet.ops.functional import (
     LINEAR,
@@ -17,6 +16,7 @@ from dcnet.ops.inputs import LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm, recorded_by_jit, root
 from dcnet.ops.operator import Operator, make_operator
+from dcnet.ops.post_ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
 
 __all__ = [
     "ACTIVATIONS",

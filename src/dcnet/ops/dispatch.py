@@ -8,10 +8,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from dcnet.formulas import Formula, nearest
+from dcnet.formulas import Formula
 from dcnet.ops import eager, reference
 from dcnet.ops.inputs import Inputs
 from dcnet.ops.norms import recorded_by_jit
+from dcnet.util.suggest import nearest
 
 IMPLEMENTATIONS = ("reference", "eager", "fused")
 
@@ -19,7 +20,9 @@ IMPLEMENTATIONS = ("reference", "eager", "fused")
 def check_impl(impl: object) -> None:
     """Raises unless this names an implementation."""
     if impl not in IMPLEMENTATIONS and impl != "auto":
-        raise ValueError(f"unknown impl {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)} Possible: 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}")
+        raise ValueError(
+            f"unknown impl {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)} Possible: 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}"
+        )
 
 
 def decouple_by(impl: str, inputs: Inputs) -> Tensor:
@@ -49,7 +52,9 @@ def reasons_against_fused(inputs: Inputs) -> list[str]:
         reasons.append(f"the input is on {inputs.x.device}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)")
     if inputs.x.dtype == torch.float64:
         reasons.append("the input is float64, and the kernels compute in float32")
-    if not torch.compiler.is_compiling():  # looking for source code is nothing to trace; the kernels would say so themselves
+    if (
+        not torch.compiler.is_compiling()
+    ):  # looking for source code is nothing to trace; the kernels would say so themselves
         for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
             reasons += _reasons_against_formula(formula)
     if recorded_by_jit():
@@ -68,7 +73,9 @@ def _triton_present() -> bool:
 def _reasons_against_formula(formula: Formula) -> tuple[str, ...]:
     reasons = []
     if len(formula.parameters) > 3:
-        reasons.append(f"the {formula.kind} {formula.name!r} has {len(formula.parameters)} parameters, and the kernels take 3")
+        reasons.append(
+            f"the {formula.kind} {formula.name!r} has {len(formula.parameters)} parameters, and the kernels take 3"
+        )
     try:
         inspect.getsource(formula.function)
     except (OSError, TypeError):

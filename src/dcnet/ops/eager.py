@@ -8,7 +8,16 @@ from torch import Tensor
 from dcnet.ops.epilogue import epilogue
 from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs
-from dcnet.ops.norms import box_sum, compute_dtype, inverse, kernel_norm, plain_autograd, root, squares_in_pieces, sum_of_squares
+from dcnet.ops.norms import (
+    box_sum,
+    compute_dtype,
+    inverse,
+    kernel_norm,
+    plain_autograd,
+    root,
+    squares_in_pieces,
+    sum_of_squares,
+)
 
 
 def decouple(inputs: Inputs) -> Tensor:
@@ -55,7 +64,9 @@ class _DotAndSquares(torch.autograd.Function):
         x, kernel = ctx.saved_tensors
         where, (want_x, want_kernel, _) = ctx.where, ctx.needs_input_grad
         geometry = (where.stride, where.symmetric_padding, where.dilation, False, [0] * where.dims, where.groups)
-        grad_x, grad_kernel, _ = torch.ops.aten.convolution_backward(of_dot, x, kernel, None, *geometry, (want_x, want_kernel, False))
+        grad_x, grad_kernel, _ = torch.ops.aten.convolution_backward(
+            of_dot, x, kernel, None, *geometry, (want_x, want_kernel, False)
+        )
         if want_x:
             grouped, doubled = x.unflatten(1, (where.groups, -1)), (2.0 * of_squares).unsqueeze(2)
             # what is differentiated itself, or batched, is no place to write to
@@ -69,7 +80,9 @@ class _DotAndSquares(torch.autograd.Function):
 def _dot_and_squares(x: Tensor, kernel: Tensor, where: Geometry) -> tuple[Tensor, Tensor]:
     """⟨w, x⟩/‖w‖ of every patch and kernel, and Σx² over the channels of each group."""
     kind = x.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # then the convolution's dtype is its own
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(
+        kind
+    )  # then the convolution's dtype is its own
     if where.dims == 0 or where.symmetric_padding is None or plain_autograd() or autocast:
         return convolve(x, kernel, None, where), sum_of_squares(x, where.groups)
     return _DotAndSquares.apply(x, kernel, where)

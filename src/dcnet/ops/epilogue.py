@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcnet.ops.chunks import pieces
 from dcnet.ops.norms import inverse, never_zero, plain_autograd
 from dcnet.ops.operator import Operator
-from dcnet.ops.pieces import pieces
 from dcnet.ops.programs import Pair, record
 
 
@@ -92,10 +92,27 @@ class _Epilogue(torch.autograd.Function):
     """Acts on d (rows, groups, kernels[, positions]), n (rows, groups, 1[, positions]), vectors (groups, kernels[, 1])."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, relu: bool, eps: float, differentiable: bool, d: Tensor, n: Tensor, *vectors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        operator: Operator,
+        relu: bool,
+        eps: float,
+        differentiable: bool,
+        d: Tensor,
+        n: Tensor,
+        *vectors: Tensor | None,
+    ) -> Tensor:
         given = [v for v in vectors if v is not None]
         wanted = ctx.needs_input_grad[4:]  # set under no_grad too, hence `differentiable`
-        kind = _Kind(operator, relu, d.dim(), tuple(v is not None for v in vectors), wanted, d.dtype == n.dtype, never_zero(eps, n.dtype))
+        kind = _Kind(
+            operator,
+            relu,
+            d.dim(),
+            tuple(v is not None for v in vectors),
+            wanted,
+            d.dtype == n.dtype,
+            never_zero(eps, n.dtype),
+        )
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
         keep = on_cpu and differentiable and any(wanted)
         clamped = not on_cpu  # whether |d/n| ≥ 1 somewhere, maybe; asking another device would mean waiting for it
@@ -126,7 +143,10 @@ class _Epilogue(torch.autograd.Function):
         program = _programs(kind, ctx.clamped, bool(kept)).backward(*(v for v in vectors if v is not None))
         grad_d = [torch.empty_like(d)] if kind.wanted[0] else []
         later = [full for full in (y, e) if full is not None]
-        sums: list[Any] = [torch.zeros_like(v) if want and not d.numel() else None for v, want in zip(vectors, kind.wanted[2:], strict=True)]
+        sums: list[Any] = [
+            torch.zeros_like(v) if want and not d.numel() else None
+            for v, want in zip(vectors, kind.wanted[2:], strict=True)
+        ]
         of_rows = []
         for parts in pieces(*grad_d, *kept, d, n, one_over_n, *later):
             of_n, *of_vectors = program(*parts[: -len(later)], *(part.to(n.dtype) for part in parts[-len(later) :]))
@@ -142,7 +162,9 @@ def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
     d = torch.ones((2, 3, 5, 7)[: kind.dims], dtype=torch.float64)
     per_kernel = d[0, ..., :1] if kind.dims == 4 else d[0]
     inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
-    vectors = {f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)}  # in the order of `_value`'s
+    vectors = {
+        f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)
+    }  # in the order of `_value`'s
 
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n, clamped)
@@ -207,7 +229,9 @@ def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *res
         h_rho, *h_rest = h_rest
     h_slopes = dict(zip(operator.magnitude.formula.learnable, h_rest, strict=True))
     g_slopes = dict(zip(operator.angular.formula.learnable, g_rest, strict=True))
-    grad_learned = [grad_h * h_slopes[name] for name in operator.magnitude.learned] + [grad_g * g_slopes[name] for name in operator.angular.learned]
+    grad_learned = [grad_h * h_slopes[name] for name in operator.magnitude.learned] + [
+        grad_g * g_slopes[name] for name in operator.angular.learned
+    ]
 
     def to_kernels(full: Any) -> Any:
         """Sums over rows and positions into the shape of the vectors."""

@@ -6,14 +6,15 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from dcnet.formulas import LEARNED, Choice, Formula, nearest
+from dcnet.formulas import LEARNED, Choice, Formula
 from dcnet.ops.dispatch import decouple_by
-from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry, Sizes, geometry
 from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import EPS, check_eps, check_input, recorded_by_jit
 from dcnet.ops.operator import Operator, make_operator
+from dcnet.ops.post_ops import Finish
+from dcnet.util.suggest import nearest
 
 LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input vector
 Spec = str | Formula | Choice
@@ -44,14 +45,27 @@ def _convolution(dims: int, doc: str) -> Callable[..., Tensor]:
     ) -> Tensor:
         _check_weight(x, weight, dims)
         where = geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups, padding_mode, dims)
-        return _stateless(x, weight, bias, where, make_operator(magnitude, angular, weighting), radius, mean_norm, parameters, eps, impl)
+        return _stateless(
+            x,
+            weight,
+            bias,
+            where,
+            make_operator(magnitude, angular, weighting),
+            radius,
+            mean_norm,
+            parameters,
+            eps,
+            impl,
+        )
 
     decoupled_conv.__name__ = decoupled_conv.__qualname__ = f"decoupled_conv{dims}d"
     decoupled_conv.__doc__ = doc
     return decoupled_conv
 
 
-decoupled_conv1d = _convolution(1, "h(‖w‖, ‖x‖)·g(θ) for x (N, C, L) or (C, L): what `F.conv1d` gives in shape and dtype. See `decoupled_conv2d`.")
+decoupled_conv1d = _convolution(
+    1, "h(‖w‖, ‖x‖)·g(θ) for x (N, C, L) or (C, L): what `F.conv1d` gives in shape and dtype. See `decoupled_conv2d`."
+)
 decoupled_conv2d = _convolution(
     2,
     """h(‖w‖, ‖x‖)·g(θ) for x (N, C, H, W) or (C, H, W): what `F.conv2d` gives in shape and dtype.
@@ -69,7 +83,8 @@ decoupled_conv2d = _convolution(
     """,
 )
 decoupled_conv3d = _convolution(
-    3, "h(‖w‖, ‖x‖)·g(θ) for x (N, C, D, H, W) or (C, D, H, W): what `F.conv3d` gives in shape and dtype. See `decoupled_conv2d`."
+    3,
+    "h(‖w‖, ‖x‖)·g(θ) for x (N, C, D, H, W) or (C, D, H, W): what `F.conv3d` gives in shape and dtype. See `decoupled_conv2d`.",
 )
 
 
@@ -89,14 +104,20 @@ def decoupled_linear(
 ) -> Tensor:
     """h(‖w‖, ‖x‖)·g(θ) for x (…, in_features): (…, out_features). See `decoupled_conv2d`."""
     _check_weight(x, weight, 0)
-    return _stateless(x, weight, bias, LINEAR, make_operator(magnitude, angular, weighting), radius, mean_norm, parameters, eps, impl)
+    return _stateless(
+        x, weight, bias, LINEAR, make_operator(magnitude, angular, weighting), radius, mean_norm, parameters, eps, impl
+    )
 
 
 def _check_weight(x: Tensor, weight: Tensor, dims: int) -> None:
     check_input(x, "input")
     check_input(weight, "weight")
     if weight.dim() != 2 + dims:
-        expected = "(out_features, in_features)" if dims == 0 else f"(out_channels, in_channels / groups, *kernel_size), {2 + dims} dimensions"
+        expected = (
+            "(out_features, in_features)"
+            if dims == 0
+            else f"(out_channels, in_channels / groups, *kernel_size), {2 + dims} dimensions"
+        )
         raise ValueError(f"weight must be {expected}, got the shape {tuple(weight.shape)}")
 
 
@@ -117,12 +138,16 @@ def _stateless(
     if bias is not None:
         check_input(bias, "bias")
         if tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"bias must have the shape ({weight.shape[0]},), one for each kernel, got {tuple(bias.shape)}")
+            raise ValueError(
+                f"bias must have the shape ({weight.shape[0]},), one for each kernel, got {tuple(bias.shape)}"
+            )
     operator = _with_parameters(operator, parameters or {}, weight.shape[0])
     mean: MeanNorm
     if isinstance(mean_norm, str):
         if mean_norm != "batch":
-            raise ValueError(f"unknown mean_norm {mean_norm!r}; possible: None, 'batch', or a tensor of shape ({where.groups},)")
+            raise ValueError(
+                f"unknown mean_norm {mean_norm!r}; possible: None, 'batch', or a tensor of shape ({where.groups},)"
+            )
         mean = BatchMean()
     else:
         mean = mean_norm
@@ -142,13 +167,17 @@ def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor |
         return None
     if isinstance(radius, Tensor) and radius.dim() > 0:
         if tuple(radius.shape) != (weight.shape[0],):
-            raise ValueError(f"radius must be a number or have the shape ({weight.shape[0]},), one for each kernel, got {tuple(radius.shape)}")
+            raise ValueError(
+                f"radius must be a number or have the shape ({weight.shape[0]},), one for each kernel, got {tuple(radius.shape)}"
+            )
         return radius
     if isinstance(radius, Tensor):
         return radius.expand(weight.shape[0])
     number = 1.0 if radius is None else radius
     check_literal_radius(number)
-    return torch.full((weight.shape[0],), float(number), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
+    return torch.full(
+        (weight.shape[0],), float(number), device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32)
+    )
 
 
 def check_literal_radius(radius: object) -> None:
@@ -168,10 +197,14 @@ def _with_parameters(operator: Operator, parameters: Mapping[str, Tensor], out_c
             )
         if not isinstance(value, Tensor) or tuple(value.shape) != (out_channels,):
             got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"parameters[{name!r}] must be a tensor of shape ({out_channels},), one for each kernel, got {got}")
+            raise ValueError(
+                f"parameters[{name!r}] must be a tensor of shape ({out_channels},), one for each kernel, got {got}"
+            )
     missing = [name for name in operator.learned if name not in parameters]
     if missing:
-        raise ValueError(f"{missing[0]}={LEARNED}: give its values as parameters={{{missing[0]!r}: a tensor of shape ({out_channels},)}}")
+        raise ValueError(
+            f"{missing[0]}={LEARNED}: give its values as parameters={{{missing[0]!r}: a tensor of shape ({out_channels},)}}"
+        )
     new = [name for name in parameters if name not in operator.learned]
     if not new:
         return operator
@@ -203,7 +236,9 @@ def decouple(
         flat, lead = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x, x.shape[:-1]
     else:
         if x.dim() not in (where.dims + 1, where.dims + 2):
-            raise ValueError(f"input must have {where.dims + 1} (unbatched) or {where.dims + 2} dimensions, got the shape {tuple(x.shape)}")
+            raise ValueError(
+                f"input must have {where.dims + 1} (unbatched) or {where.dims + 2} dimensions, got the shape {tuple(x.shape)}"
+            )
         flat = x if x.dim() == where.dims + 2 else x.unsqueeze(0)
     if not recorded_by_jit():  # the convolution checks its sizes itself, though it says less
         _check_sizes(x, flat, weight, where)

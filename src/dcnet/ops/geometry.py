@@ -44,7 +44,9 @@ class Geometry:
         for i, size in enumerate(sizes):
             span, room = self.dilation[i] * (self.kernel_size[i] - 1) + 1, size + sum(self.padding[i])
             if span > room:
-                raise ValueError(f"the kernel spans {span} in dimension {i + 2}, but the input with its padding has {room} (sizes {tuple(sizes)})")
+                raise ValueError(
+                    f"the kernel spans {span} in dimension {i + 2}, but the input with its padding has {room} (sizes {tuple(sizes)})"
+                )
 
     def pad(self, x: Tensor) -> Tensor:
         """x with the padding written out, in this geometry's padding mode."""
@@ -76,7 +78,11 @@ def geometry(
     dims: int,
 ) -> Geometry:
     """The geometry these arguments of `nn.Conv2d` (1d and 3d alike) describe."""
-    kernel_size, stride, dilation = sizes("kernel_size", kernel_size, dims, 1), sizes("stride", stride, dims, 1), sizes("dilation", dilation, dims, 1)
+    kernel_size, stride, dilation = (
+        sizes("kernel_size", kernel_size, dims, 1),
+        sizes("stride", stride, dims, 1),
+        sizes("dilation", dilation, dims, 1),
+    )
     if not isinstance(groups, int) or groups < 1:
         raise ValueError(f"groups must be a whole number ≥ 1, got {groups!r}")
     if padding_mode not in PADDING_MODES:

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcnet.ops.finish import Finish
 from dcnet.ops.geometry import Geometry
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import compute_dtype
 from dcnet.ops.operator import Operator
+from dcnet.ops.post_ops import Finish
 
 RADIUS_FLOOR = 1e-4
 

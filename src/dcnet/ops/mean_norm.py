@@ -31,7 +31,9 @@ def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor,
 # An operator, so that a compiled graph asks whether it is a recomputation whenever it runs, not once when it is compiled.
 # Defined directly rather than by `torch.library.custom_op`, whose checks take longer than the arithmetic.
 _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
-_LIBRARY.define("track_norm(Tensor mean, Tensor(a!) running_norm, Tensor(b!) num_batches_tracked, float? momentum) -> ()")
+_LIBRARY.define(
+    "track_norm(Tensor mean, Tensor(a!) running_norm, Tensor(b!) num_batches_tracked, float? momentum) -> ()"
+)
 _LIBRARY.impl("track_norm", _track_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("dcnet::track_norm", lambda *_: None, lib=_LIBRARY)
 

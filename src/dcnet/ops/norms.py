@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dcnet.ops.chunks import pieces
 from dcnet.ops.geometry import Geometry, Sizes, geometry
-from dcnet.ops.pieces import pieces
 
 EPS = 1e-4  # inside the root of every norm, for patches and kernels alike
 
@@ -102,9 +102,16 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
     Pooling and slices, not a convolution with ones: a convolution may round to bf16 under autocast, or to TF32.
     """
     maps = where.pad(maps)
-    if all(size == step == 1 for size, step in zip(where.kernel_size, where.stride, strict=True)):  # no dimensions included
+    if all(
+        size == step == 1 for size, step in zip(where.kernel_size, where.stride, strict=True)
+    ):  # no dimensions included
         return maps
-    if maps.device.type == "cpu" and all(step == 1 for step in where.stride) and max(where.kernel_size) <= 7 and not plain_autograd():
+    if (
+        maps.device.type == "cpu"
+        and all(step == 1 for step in where.stride)
+        and max(where.kernel_size) <= 7
+        and not plain_autograd()
+    ):
         return _BoxSum.apply(maps, where.kernel_size, where.dilation)
     # torch.compile fuses the slices; its own pooling trips over maps with one channel and unknown sizes
     # and the old ONNX exporter, which follows torch.jit.trace, divides by the size of the window whatever it is told
@@ -113,7 +120,9 @@ def box_sum(maps: Tensor, where: Geometry) -> Tensor:
             return F.avg_pool3d(maps, where.kernel_size, where.stride, divisor_override=1)
         if where.dims == 2:
             return F.avg_pool2d(maps, where.kernel_size, where.stride, divisor_override=1)
-        return F.avg_pool2d(maps.unsqueeze(2), (1, *where.kernel_size), (1, *where.stride), divisor_override=1).squeeze(2)
+        return F.avg_pool2d(maps.unsqueeze(2), (1, *where.kernel_size), (1, *where.stride), divisor_override=1).squeeze(
+            2
+        )
     return _sum_of_slices(maps, where.kernel_size, where.stride, where.dilation)
 
 
@@ -129,10 +138,16 @@ class _BoxSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # as many windows hold a value as values are in a window: the same sums again, of the gradient with zeros around
         spans = [(size - 1) * dilation for size, dilation in zip(*ctx.windows, strict=True)]
-        return _BoxSum.apply(F.pad(grad, [span for span in reversed(spans) for _ in range(2)]), *ctx.windows), None, None
+        return (
+            _BoxSum.apply(F.pad(grad, [span for span in reversed(spans) for _ in range(2)]), *ctx.windows),
+            None,
+            None,
+        )
 
 
-def _sum_of_slices(maps: Tensor, kernel_size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+def _sum_of_slices(
+    maps: Tensor, kernel_size: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
     for i, (size, step, apart) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
         lead = (slice(None),) * (maps.dim() - len(kernel_size) + i)
         # ends counted from the end: what is recorded then holds for maps of any size
@@ -166,7 +181,9 @@ def patch_norm(
     check_input(x, "input")
     check_eps(eps)
     if x.dim() not in (3, 4, 5):
-        raise ValueError(f"input must be (N, C, …) with one to three spatial dimensions, got the shape {tuple(x.shape)}")
+        raise ValueError(
+            f"input must be (N, C, …) with one to three spatial dimensions, got the shape {tuple(x.shape)}"
+        )
     where = geometry(kernel_size, stride, padding, dilation, groups, padding_mode, x.dim() - 2)
     if x.shape[1] % groups:
         raise ValueError(f"groups={groups} does not divide the {x.shape[1]} channels of the input")

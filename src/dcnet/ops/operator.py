@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcnet.formulas import Choice, Formula, choose, nearest
+from dcnet.formulas import Choice, Formula, choose
 from dcnet.formulas.angulars import cosine
 from dcnet.formulas.magnitudes import linear
+from dcnet.util.suggest import nearest
 
 WEIGHTINGS = (None, "linear", "joint", "separate")
 
@@ -57,17 +58,25 @@ class Operator:
 
     def patch_magnitude(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
         """The part of h that depends on ‖x‖, and its slopes."""
-        return self.magnitude_one(norm, rho, learned) if self.weighting == "separate" else self.magnitude(norm, rho, learned)
+        return (
+            self.magnitude_one(norm, rho, learned)
+            if self.weighting == "separate"
+            else self.magnitude(norm, rho, learned)
+        )
 
     def formulas(self) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
         """`patch_magnitude` and the angular function, both called with (first, rho, *learned)."""
         return (
-            lambda norm, rho, *learned: self.patch_magnitude(norm, rho, dict(zip(self.magnitude.learned, learned, strict=True))),
+            lambda norm, rho, *learned: self.patch_magnitude(
+                norm, rho, dict(zip(self.magnitude.learned, learned, strict=True))
+            ),
             lambda c, _, *learned: self.angular(c, None, dict(zip(self.angular.learned, learned, strict=True))),
         )
 
 
-def make_operator(magnitude: "str | Formula | Choice", angular: "str | Formula | Choice", weighting: str | None) -> Operator:
+def make_operator(
+    magnitude: "str | Formula | Choice", angular: "str | Formula | Choice", weighting: str | None
+) -> Operator:
     """The operator these names choose; raises where they do not go together."""
     operator = Operator(choose("magnitude", magnitude), choose("angular", angular), weighting)
     if weighting not in WEIGHTINGS:
@@ -78,7 +87,9 @@ def make_operator(magnitude: "str | Formula | Choice", angular: "str | Formula |
             f"weighting={weighting!r} bends a norm, but the magnitude {operator.magnitude.name!r} has none to bend; possible here: None, 'linear'",
         )
     if weighting == "separate" and "alpha" in operator.magnitude.learned:
-        raise ValueError(f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha with it")
+        raise ValueError(
+            f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha with it"
+        )
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")

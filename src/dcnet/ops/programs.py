@@ -5,7 +5,7 @@ torch.fx, value and gradients in one graph, and then
 
 - what is computed twice is computed once, and what no result needs is not computed;
 - in products, small factors (one for each position, or for each kernel) come last, and behind sums where they can;
-- tanh of a product of small factors is left to `outer.py`;
+- tanh of a product of small factors is left to `tanh_interpolation.py`;
 - results of slow functions (tanh takes as long as twenty products) are kept by the forward pass for the backward pass;
 - a result that nobody reads any more is written over, and the last operation writes where its result is wanted.
 """
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 
-from dcnet.ops.outer import tanh_of_product
 from dcnet.ops.rewriting import note_sizes, simplify, small_factors_last, tanh_of_products
+from dcnet.ops.tanh_interpolation import tanh_of_product
 
 _COMMUTATIVE = (operator.mul, operator.add)
 
@@ -50,7 +50,9 @@ class Pair(NamedTuple):
     """
 
     forward: Callable[..., Pass]  # (*once) -> (out, *kept, *inputs) -> the other results
-    backward: Callable[..., Pass]  # (*once) -> (out if there is a first result, *kept, *inputs, *later) -> the other results
+    backward: Callable[
+        ..., Pass
+    ]  # (*once) -> (out if there is a first result, *kept, *inputs, *later) -> the other results
     kept: int
 
 
@@ -76,9 +78,17 @@ def record(
     tracer = fx.proxy.GraphAppendingTracer(graph)
     once = once or {}
     examples = {**inputs, **later, **once}
-    proxies = {name: None if example is None else fx.Proxy(graph.placeholder(name), tracer) for name, example in examples.items()}
+    proxies = {
+        name: None if example is None else fx.Proxy(graph.placeholder(name), tracer)
+        for name, example in examples.items()
+    }
     ahead, behind = forward(**{name: proxies[name] for name in (*inputs, *once)}), backward(**proxies)
-    graph.output(tuple(tuple(result.node if isinstance(result, fx.Proxy) else result for result in results) for results in (ahead, behind)))
+    graph.output(
+        tuple(
+            tuple(result.node if isinstance(result, fx.Proxy) else result for result in results)
+            for results in (ahead, behind)
+        )
+    )
     present = [example for example in examples.values() if example is not None]
     note_sizes(graph, size, present)
     simplify(graph)
@@ -87,7 +97,9 @@ def record(
     simplify(graph)
     tanh_of_products(graph)
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    first, second, same = ([placeholders[name] for name in names if examples[name] is not None] for names in (inputs, later, once))
+    first, second, same = (
+        [placeholders[name] for name in names if examples[name] is not None] for names in (inputs, later, once)
+    )
     ahead, behind = cast(tuple[Any, Any], graph.output_node().args[0])
     kept = _kept(graph, ahead, behind) if keep else []
     return Pair(
@@ -119,7 +131,12 @@ def _kept(graph: fx.Graph, ahead: Iterable[Any], behind: Iterable[Any]) -> list[
 
 
 def _cut(
-    graph: fx.Graph, given: Sequence[fx.Node], once: Sequence[fx.Node], outs: Sequence[fx.Node], results: Sequence[Any], direct: bool
+    graph: fx.Graph,
+    given: Sequence[fx.Node],
+    once: Sequence[fx.Node],
+    outs: Sequence[fx.Node],
+    results: Sequence[Any],
+    direct: bool,
 ) -> Callable[..., Pass]:
     """The part of a graph that computes `outs`, into tensors that come first among the parameters, and `results`."""
     ready = _ready(graph, once, _needed([*outs, *results], [*given, *once]))
@@ -165,7 +182,11 @@ def _ready(graph: fx.Graph, once: Sequence[fx.Node], needed: set[fx.Node]) -> li
     for node in graph.nodes:
         if node in needed and node.op.startswith("call") and node.all_input_nodes and {*node.all_input_nodes} <= known:
             known.add(node)
-    return [node for node in graph.nodes if node in known and node not in once and any(user in needed and user not in known for user in node.users)]
+    return [
+        node
+        for node in graph.nodes
+        if node in known and node not in once and any(user in needed and user not in known for user in node.users)
+    ]
 
 
 def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, wanted: set[fx.Node]) -> None:
@@ -195,7 +216,12 @@ def _write_over(graph: fx.Graph) -> None:
     """Lets operations write over an argument that is not read again. No operation recorded gives a view of its argument, or the argument itself."""
     last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
     for node in graph.nodes:
-        if node.op == "placeholder" or node.target not in _VARIANTS or "out" in node.kwargs or not (node.meta["full"] and node.meta["arithmetic"]):
+        if (
+            node.op == "placeholder"
+            or node.target not in _VARIANTS
+            or "out" in node.kwargs
+            or not (node.meta["full"] and node.meta["arithmetic"])
+        ):
             continue
         for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
             argument = node.args[position]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dcnet.ops.outer import Points, tanh_of_product
+from dcnet.ops.tanh_interpolation import Points, tanh_of_product
 
 # (operation, which argument) -> the number that makes it the identity in its other argument
 _NEUTRAL = {
@@ -34,7 +34,11 @@ def note_sizes(graph: fx.Graph, size: torch.Size, examples: Iterable[Tensor]) ->
         if node.op == "placeholder":
             result = next(given)
         else:
-            result = node.target(*arguments, **named) if node.op == "call_function" else getattr(arguments[0], node.target)(*arguments[1:], **named)
+            result = (
+                node.target(*arguments, **named)
+                if node.op == "call_function"
+                else getattr(arguments[0], node.target)(*arguments[1:], **named)
+            )
         results[node] = result
         node.meta["size"] = result.shape if isinstance(result, Tensor) else None
         node.meta["full"] = node.meta["size"] == size
@@ -116,7 +120,9 @@ def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> Non
         summand, dims = node.args
         value, factors = core(summand)
         if value is not None and factors:
-            common = [factor for factor in factors if _is_constant(factor, [dim - len(summand.meta["size"]) for dim in dims])]
+            common = [
+                factor for factor in factors if _is_constant(factor, [dim - len(summand.meta["size"]) for dim in dims])
+            ]
             with graph.inserting_before(node):
                 inner = product(value, gathered(factor for factor in factors if factor not in common))
                 total = graph.call_method("sum", (inner, dims), node.kwargs)
@@ -133,7 +139,9 @@ def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> Non
 
 def _is_constant(factor: Any, dims: Iterable[int]) -> bool:
     """Whether a factor is a number, or the same along these dimensions, which are counted from the last."""
-    return not isinstance(factor, fx.Node) or all(-dim > len(factor.meta["size"]) or factor.meta["size"][dim] == 1 for dim in dims)
+    return not isinstance(factor, fx.Node) or all(
+        -dim > len(factor.meta["size"]) or factor.meta["size"][dim] == 1 for dim in dims
+    )
 
 
 def tanh_of_products(graph: fx.Graph) -> None:
@@ -142,7 +150,9 @@ def tanh_of_products(graph: fx.Graph) -> None:
         if node.target is not torch.tanh or not node.meta["full"] or node.args[0].target is not operator.mul:
             continue
         factors = node.args[0].args
-        if all(isinstance(factor, fx.Node) and factor.meta["arithmetic"] and not factor.meta["full"] for factor in factors):
+        if all(
+            isinstance(factor, fx.Node) and factor.meta["arithmetic"] and not factor.meta["full"] for factor in factors
+        ):
             of_position, of_kernel = sorted(factors, key=lambda factor: -len(factor.meta["size"]))
             with graph.inserting_before(node):
                 points = graph.call_function(Points, (of_kernel,))

@@ -71,14 +71,21 @@ class Shown:
 def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
     """The runs in these folders, inspected where that is possible; raises where a folder is no run's."""
     runs = [Run(folder) for folder in folders]
-    repeated = {str(run.folder) for run in runs if [other.folder.resolve() for other in runs].count(run.folder.resolve()) > 1}
+    repeated = {
+        str(run.folder) for run in runs if [other.folder.resolve() for other in runs].count(run.folder.resolve()) > 1
+    }
     if repeated:
         raise ValueError(f"given more than once: {', '.join(sorted(repeated))}")
-    shown = [Shown(title, run, f"run-{number}") for number, (title, run) in enumerate(zip(titles_of(runs), runs, strict=True), 1)]
+    shown = [
+        Shown(title, run, f"run-{number}")
+        for number, (title, run) in enumerate(zip(titles_of(runs), runs, strict=True), 1)
+    ]
     for one in shown:
         if one.run.result is None:
             last = one.metrics[-1]["epoch"] if one.metrics else 0
-            one.missing.append(f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {quote(str(one.run.folder))}")
+            one.missing.append(
+                f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {quote(str(one.run.folder))}"
+            )
         try:
             one.inspection = inspect_run(one.run, data_root)
         except (FileNotFoundError, ValueError) as error:
@@ -91,7 +98,11 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
 def differing_fields(shown: Sequence[Shown]) -> dict[str, list[Any]]:
     """The recipe's fields that are not the same in all runs, with each run's value."""
     recipes = [_fields(one.run.recipe) for one in shown]
-    return {name: [recipe[name] for recipe in recipes] for name in recipes[0] if len({str(recipe[name]) for recipe in recipes}) > 1}
+    return {
+        name: [recipe[name] for recipe in recipes]
+        for name in recipes[0]
+        if len({str(recipe[name]) for recipe in recipes}) > 1
+    }
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def write_report(folders: Sequence[str | Path], out: str | Path, data_root: str 
         raise ValueError("a report needs one or more run folders: dcnet report runs/NAME …")
     path = Path(out) if Path(out).suffix == ".html" else Path(out) / "index.html"
     if path.parent.is_file():
-        raise ValueError(f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file ending in .html")
+        raise ValueError(
+            f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file ending in .html"
+        )
     shown = gather(folders, data_root)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, printable(render(shown, _page_of_tables(shown, path)), keep="\n\t").encode())
@@ -105,14 +107,21 @@ def _overview(shown: Sequence[Shown]) -> list[str]:
     """The curves of all runs together."""
     runs = {one.title: one.metrics for one in shown if one.metrics}
     room = room_below(len(runs))
-    return [svg(partial(draw_convergence, runs=runs, what=what), f"{what} by epoch", 4.6, 3.6, below=room) for what in ("accuracy", "loss") if runs]
+    return [
+        svg(partial(draw_convergence, runs=runs, what=what), f"{what} by epoch", 4.6, 3.6, below=room)
+        for what in ("accuracy", "loss")
+        if runs
+    ]
 
 
 def _robustness(shown: Sequence[Shown]) -> list[str]:
     """Accuracy against ε and steps, and sizes of perturbations, of the runs that have them."""
     records = {one.title: one.records for one in shown}
     checked = {name: records[name] for name in check_ups_of(records)[1]}
-    panels = [("accuracy by ε", partial(draw_eps, runs=checked), checked), ("accuracy by steps", partial(draw_steps, runs=checked), checked)]
+    panels = [
+        ("accuracy by ε", partial(draw_eps, runs=checked), checked),
+        ("accuracy by steps", partial(draw_steps, runs=checked), checked),
+    ]
     for norm in ("l2", "linf"):
         fooled = {name: mine for name, mine in records.items() if deepfool_sizes(mine, norm) is not None}
         panels.append((f"DeepFool's perturbations, {norm}", partial(draw_deepfool, runs=fooled, norm=norm), fooled))
@@ -123,12 +132,22 @@ def _pictures(one: Shown) -> list[str]:
     """Of one run: what it has learned besides kernels, angles and norms, and features where there are two."""
     inspected = one.inspection
     learned = learned_parameters(one.metrics)
-    pictures = [svg(partial(draw_learned, metrics=one.metrics, parameter=name), f"{one.title}: learned {name}", margin=1.0) for name in learned]
+    pictures = [
+        svg(partial(draw_learned, metrics=one.metrics, parameter=name), f"{one.title}: learned {name}", margin=1.0)
+        for name in learned
+    ]
     if inspected is not None:
         pictures.append(svg(partial(draw_angles, inspected=inspected, bar=False), f"{one.title}: angles"))
         pictures.append(svg(partial(draw_norms, inspected=inspected, bar=False), f"{one.title}: norms", below=0.36))
         if "features" in inspected:
-            pictures.append(svg(partial(draw_features, inspected=inspected, title="Features by class"), f"{one.title}: features", 4.2, 4.2))
+            pictures.append(
+                svg(
+                    partial(draw_features, inspected=inspected, title="Features by class"),
+                    f"{one.title}: features",
+                    4.2,
+                    4.2,
+                )
+            )
     return pictures
 
 
@@ -138,8 +157,16 @@ def _kernels(one: Shown) -> list[dict[str, str]]:
         return []
     cosines = kernel_cosines(one.inspection)
     return [
-        {"source": png(filter_sheet(one.inspection), signed=True), "caption": filters_title(one.inspection), "name": "kernels"},
-        {"source": png(0.5 + 0.5 * cosines[..., None], signed=True), "caption": cosines_title(cosines), "name": "cosines"},
+        {
+            "source": png(filter_sheet(one.inspection), signed=True),
+            "caption": filters_title(one.inspection),
+            "name": "kernels",
+        },
+        {
+            "source": png(0.5 + 0.5 * cosines[..., None], signed=True),
+            "caption": cosines_title(cosines),
+            "name": "cosines",
+        },
     ]
 
 
@@ -151,5 +178,10 @@ def _examples(one: Shown) -> list[list[dict[str, str]]]:
     for example in one.inspection["examples"]:
         captions = example_captions(example, one.inspection["classes"])
         pictures = example_pictures(example)
-        found.append([{"source": png(picture, name == "change"), "caption": captions[name], "name": name} for name, picture in pictures.items()])
+        found.append(
+            [
+                {"source": png(picture, name == "change"), "caption": captions[name], "name": name}
+                for name, picture in pictures.items()
+            ]
+        )
     return found

@@ -13,7 +13,9 @@ from dcnet.figures.style import SIGNED
 Draw = Callable[[Any], None]  # draws on an axis
 
 
-def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin: float = 0.18, below: float = 0.0) -> str:
+def svg(
+    draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin: float = 0.18, below: float = 0.0
+) -> str:
     """One panel as SVG, in the page's own text colour so that it can be read on light and dark.
 
     margin, below: room on the right, and more room below, in inches, for a legend. A panel each: the page puts as many side by side as
@@ -28,13 +30,17 @@ def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin:
         height += below
         figure = Figure(figsize=(width, height), dpi=110)
         # margins by hand: to work them out takes longer than to draw
-        figure.subplots_adjust(left=0.9 / width, right=1.0 - margin / width, bottom=(0.55 + below) / height, top=1.0 - 0.35 / height)
+        figure.subplots_adjust(
+            left=0.9 / width, right=1.0 - margin / width, bottom=(0.55 + below) / height, top=1.0 - 0.35 / height
+        )
         axis = figure.add_subplot()
         axis.patch.set_alpha(0.0)
         draw(axis)
         figure.patch.set_alpha(0.0)
         out = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None, "Creator": None})  # `savefig` draws everything twice
+        FigureCanvasSVG(figure).print_svg(
+            out, metadata={"Date": None, "Creator": None}
+        )  # `savefig` draws everything twice
     text = out.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -42,7 +48,9 @@ def svg(draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin:
     # of places a hundredth of a point is enough; what is written between tags stays as it is
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag[0]), text)
     text = text.replace("#000000", "currentColor").replace("#262626", "currentColor")
-    return text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" style="max-width: {width * 125:.0f}px" ', 1)
+    return text.replace(
+        "<svg ", f'<svg role="img" aria-label="{_attribute(label)}" style="max-width: {width * 125:.0f}px" ', 1
+    )
 
 
 def png(picture: np.ndarray, signed: bool = False) -> str:

@@ -7,7 +7,15 @@ from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS
 
 
-def auto(model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, norm: str = "linf", batch: int = 500, seed: int = 0) -> Tensor:
+def auto(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    eps: float = EPS,
+    norm: str = "linf",
+    batch: int = 500,
+    seed: int = 0,
+) -> Tensor:
     """Adversarial images of the standard version: APGD with two losses, FAB and Square, each on the survivors of the last."""
     check(model, images, labels, eps, norm)
     names = {"linf": "Linf", "l2": "L2"}

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 def check_eps(eps: float, norm: str = "linf") -> float:
     """ε as a number; raises unless it is finite and not negative, and in ℓ∞ at most 1, the whole range of a pixel."""
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0.0:
-        raise ValueError(f"eps must be a finite number ≥ 0, in units where images go from 0 to 1 (8/255 = 0.0314), got {eps!r}")
+        raise ValueError(
+            f"eps must be a finite number ≥ 0, in units where images go from 0 to 1 (8/255 = 0.0314), got {eps!r}"
+        )
     if norm == "linf" and eps > 1.0:
         meant = f"; did you mean {eps:g}/255?" if eps <= 255.0 else ""
         raise ValueError(f"eps={eps:g} is more than 1, the whole range of a pixel (images go from 0 to 1){meant}")
@@ -19,14 +21,20 @@ def check_eps(eps: float, norm: str = "linf") -> float:
 def check_images(images: Tensor, labels: Tensor) -> None:
     """Raises unless these are images in [0, 1] with a label each."""
     if images.dim() < 2 or not images.is_floating_point():
-        raise ValueError(f"images must be floating-point (N, …), got {tuple(images.shape)} of {images.dtype}; divide bytes by 255")
+        raise ValueError(
+            f"images must be floating-point (N, …), got {tuple(images.shape)} of {images.dtype}; divide bytes by 255"
+        )
     if labels.shape != images.shape[:1] or labels.is_floating_point():
-        raise ValueError(f"labels must be whole numbers, one for each of the {len(images)} images, got {tuple(labels.shape)} of {labels.dtype}")
+        raise ValueError(
+            f"labels must be whole numbers, one for each of the {len(images)} images, got {tuple(labels.shape)} of {labels.dtype}"
+        )
     if len(images) == 0:
         raise ValueError("no images")
     low, high = float(images.min()), float(images.max())
     if not (low >= 0.0 and high <= 1.0):  # also false for NaN
-        raise ValueError(f"images must lie in [0, 1], got values from {low:.4g} to {high:.4g}; normalisation belongs into the model")
+        raise ValueError(
+            f"images must lie in [0, 1], got values from {low:.4g} to {high:.4g}; normalisation belongs into the model"
+        )
 
 
 def check_evaluating(model: nn.Module) -> None:
@@ -64,12 +72,18 @@ def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
     classes = logits.shape[1]
     check_finite(model, logits, "on clean images")
     if classes < 2:
-        raise ValueError(f"the model ({type(model).__name__}) knows {classes} class; nothing can be mistaken for another, and attacks need two")
+        raise ValueError(
+            f"the model ({type(model).__name__}) knows {classes} class; nothing can be mistaken for another, and attacks need two"
+        )
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"labels go from {int(labels.min())} to {int(labels.max())}, but the model knows the classes 0 to {classes - 1}")
+        raise ValueError(
+            f"labels go from {int(labels.min())} to {int(labels.max())}, but the model knows the classes 0 to {classes - 1}"
+        )
     sums = logits.float().sum(1)
     if bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
-        raise ValueError("the model gives probabilities (rows that add up to 1); attacks need the logits before the softmax")
+        raise ValueError(
+            "the model gives probabilities (rows that add up to 1); attacks need the logits before the softmax"
+        )
     return classes
 
 

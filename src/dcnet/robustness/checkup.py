@@ -24,7 +24,14 @@ ZERO = 5.0  # whose gradient is exactly zero
 
 
 def check_up(
-    model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, iterations: int = 20, queries: int = 500, batch: int = 250, seed: int = 0
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    eps: float = EPS,
+    iterations: int = 20,
+    queries: int = 500,
+    batch: int = 250,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """What was found, test by test, and a verdict in words; a few hundred images are enough."""
     check(model, images, labels, eps)
@@ -53,7 +60,9 @@ def check_up(
         tests.append({"test": name, "passed": passed, "words": words})
 
     with torch.no_grad():
-        once, again = (torch.cat([model(images[i : i + batch]) for i in range(0, len(labels), batch)]) for _ in range(2))
+        once, again = (
+            torch.cat([model(images[i : i + batch]) for i in range(0, len(labels), batch)]) for _ in range(2)
+        )
     add(
         "randomness",
         torch.equal(once, again),
@@ -69,14 +78,20 @@ def check_up(
 
     white = found["pgd"] = accuracy("pgd")
     strong = found["pgd, stronger"] = min(
-        accuracy("pgd", iterations=5 * iterations, restarts=2), accuracy("pgd", iterations=5 * iterations, loss="margin")
+        accuracy("pgd", iterations=5 * iterations, restarts=2),
+        accuracy("pgd", iterations=5 * iterations, loss="margin"),
     )
-    add(STRONGER_TEST, white - strong <= STRONGER, f"PGD leaves {white:.1f}%, with five times the steps, restarts and another loss {strong:.1f}%")
+    add(
+        STRONGER_TEST,
+        white - strong <= STRONGER,
+        f"PGD leaves {white:.1f}%, with five times the steps, restarts and another loss {strong:.1f}%",
+    )
     blind = found["square"] = accuracy("square")
     add("black box", blind >= white - BLIND, f"Square, which sees no gradients, leaves {blind:.1f}%, PGD {white:.1f}%")
 
     found["steps"] = [
-        {"steps": count, "accuracy": accuracy("pgd", iterations=count)} for count in sorted({1, max(1, iterations // 4)} - {iterations})
+        {"steps": count, "accuracy": accuracy("pgd", iterations=count)}
+        for count in sorted({1, max(1, iterations // 4)} - {iterations})
     ]
     found["steps"] += [{"steps": iterations, "accuracy": white}, {"steps": 5 * iterations, "accuracy": strong}]
     curve: dict[float, float] = {}
@@ -94,13 +109,20 @@ def check_up(
     if failed:
         found["verdict"] = "do not believe the accuracy under attack: " + "; ".join(test["words"] for test in failed)
     else:
-        found["verdict"] = f"no sign of gradient masking: the {white:.1f}% under PGD can be believed as far as these tests go"
+        found["verdict"] = (
+            f"no sign of gradient masking: the {white:.1f}% under PGD can be believed as far as these tests go"
+        )
         if one_step - white > ONE_STEP:
-            found["verdict"] += f"; one step, as FGSM takes it, leaves {one_step:.1f}%, which says nothing about attacks with more"
+            found["verdict"] += (
+                f"; one step, as FGSM takes it, leaves {one_step:.1f}%, which says nothing about attacks with more"
+            )
     return found
 
 
 def _gradient_lengths(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
     """The ℓ2 norm of the cross-entropy's gradient in every image (N,)."""
-    parts = [finite_slope(model, images[i : i + batch], labels[i : i + batch], cross_entropy)[0] for i in range(0, len(labels), batch)]
+    parts = [
+        finite_slope(model, images[i : i + batch], labels[i : i + batch], cross_entropy)[0]
+        for i in range(0, len(labels), batch)
+    ]
     return torch.cat([part.flatten(1).norm(dim=1) for part in parts])

@@ -24,7 +24,13 @@ def accuracy_by_eps(
 
 
 def accuracy_by_steps(
-    model: nn.Module, images: Tensor, labels: Tensor, steps: Sequence[int], attack: str | Attack = "pgd", eps: float = EPS, **options: Any
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    steps: Sequence[int],
+    attack: str | Attack = "pgd",
+    eps: float = EPS,
+    **options: Any,
 ) -> list[dict[str, float]]:
     """The accuracy, in percent, after so many steps of the attack; its step size is the attack's own, or follows from ε and the steps."""
     chosen = parse_attack(attack) if isinstance(attack, str) else attack

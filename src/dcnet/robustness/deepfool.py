@@ -26,7 +26,9 @@ def deepfool(
     if norm not in ("l2", "linf"):
         raise ValueError(f"unknown norm {norm!r}; possible: l2, linf")
     if not isinstance(iterations, int) or iterations < 1 or not isinstance(candidates, int) or candidates < 2:
-        raise ValueError(f"iterations must be at least 1 and candidates at least 2, got {iterations!r} and {candidates!r}")
+        raise ValueError(
+            f"iterations must be at least 1 and candidates at least 2, got {iterations!r} and {candidates!r}"
+        )
     found = images.clone()
     moved = torch.zeros_like(images)  # the perturbation so far, without overshoot
     solved = torch.zeros(len(images), dtype=torch.bool, device=images.device)
@@ -67,7 +69,11 @@ def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Ten
     chosen = logits.gather(1, classes)
     gradients = []
     for k in range(classes.shape[1]):
-        (gradient,) = torch.autograd.grad(chosen[:, k].sum(), x, retain_graph=True, allow_unused=True) if chosen.requires_grad else (None,)
+        (gradient,) = (
+            torch.autograd.grad(chosen[:, k].sum(), x, retain_graph=True, allow_unused=True)
+            if chosen.requires_grad
+            else (None,)
+        )
         gradients.append(torch.zeros_like(x) if gradient is None else gradient)
     every = torch.stack(gradients, 1)
     return (chosen[:, 1:] - chosen[:, :1]).detach(), every[:, 1:] - every[:, :1]

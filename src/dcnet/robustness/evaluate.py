@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.formulas import nearest, parse_number
+from dcnet.formulas import parse_number
 from dcnet.robustness.auto import auto
 from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.deepfool import deepfool
 from dcnet.robustness.gradient_attacks import EPS, bim, fgsm, pgd
 from dcnet.robustness.square import square
+from dcnet.util.suggest import nearest
 
-ATTACKS: dict[str, Callable[..., Any]] = {"fgsm": fgsm, "bim": bim, "pgd": pgd, "deepfool": deepfool, "square": square, "auto": auto}
+ATTACKS: dict[str, Callable[..., Any]] = {
+    "fgsm": fgsm,
+    "bim": bim,
+    "pgd": pgd,
+    "deepfool": deepfool,
+    "square": square,
+    "auto": auto,
+}
 _NOT_SETTABLE = ("model", "images", "labels", "target", "generator", "eps")
 _SHORT = {"steps": "iterations"}
 _LONG = {long: short for short, long in _SHORT.items()}
@@ -60,7 +68,9 @@ def parse_attack(text: str) -> Attack:
 
 def shared_norm(attacks: Sequence[Attack]) -> str:
     """The norm that ε is of: ℓ2 where no attack has it in ℓ∞."""
-    return "linf" if "linf" in {attack.norm for attack in attacks} or not any(attack.norm for attack in attacks) else "l2"
+    return (
+        "linf" if "linf" in {attack.norm for attack in attacks} or not any(attack.norm for attack in attacks) else "l2"
+    )
 
 
 def _parsed(text: str, key: str, value: str, default: Any) -> Any:
@@ -73,7 +83,13 @@ def _parsed(text: str, key: str, value: str, default: Any) -> Any:
         if isinstance(default, float) or default is None:
             return parse_number(value)
     except (KeyError, ValueError):
-        kind = "true or false" if isinstance(default, bool) else "a whole number" if isinstance(default, int) else "a number"
+        kind = (
+            "true or false"
+            if isinstance(default, bool)
+            else "a whole number"
+            if isinstance(default, int)
+            else "a number"
+        )
         raise ValueError(f"attack {text!r}: {key}={value} must be {kind}") from None
     return value
 
@@ -112,7 +128,10 @@ def evaluate(
     does, and unless cumulative all images: one that it gets wrong may then be driven to its true class, so accuracies come out higher. DeepFool
     gives sizes of perturbations, of all images classified right, and takes no part in the accuracy.
     """
-    chosen = [parse_attack(part) if isinstance(part, str) else part for part in (attacks.split(",") if isinstance(attacks, str) else attacks)]
+    chosen = [
+        parse_attack(part) if isinstance(part, str) else part
+        for part in (attacks.split(",") if isinstance(attacks, str) else attacks)
+    ]
     norm = shared_norm(chosen)
     check(model, images, labels, eps, norm)
     maker = model if source is None else source
@@ -175,11 +194,17 @@ def _predictions(model: nn.Module, images: Tensor, where: str) -> Tensor:
 
 def _correct(model: nn.Module, images: Tensor, labels: Tensor, batch: int, where: str) -> Tensor:
     """(N,): whether the model is right."""
-    parts = [_predictions(model, images[i : i + batch], where) == labels[i : i + batch] for i in range(0, len(labels), batch)]
+    parts = [
+        _predictions(model, images[i : i + batch], where) == labels[i : i + batch] for i in range(0, len(labels), batch)
+    ]
     return torch.cat(parts)
 
 
 def _distribution(sizes: Tensor) -> dict[str, Any]:
     """Sorted sizes of perturbations, the median, and how many were found."""
     found = sizes[sizes.isfinite()].sort().values
-    return {"median": float(found.median()) if len(found) else None, "found": len(found), "sizes": [round(float(s), 6) for s in found]}
+    return {
+        "median": float(found.median()) if len(found) else None,
+        "found": len(found),
+        "sizes": [round(float(s), 6) for s in found],
+    }

@@ -125,5 +125,9 @@ def _random_start(images: Tensor, eps: float, norm: str, generator: torch.Genera
         noise = torch.rand(images.shape, generator=generator, device=images.device, dtype=images.dtype)
         return within(images + eps * (2.0 * noise - 1.0), images, eps, norm)
     noise = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
-    radius = torch.rand(len(images), generator=generator, device=images.device, dtype=images.dtype) ** (1.0 / images[0].numel())
-    return within(images + eps * radius.reshape(-1, *[1] * (images.dim() - 1)) * noise / lengths(noise), images, eps, norm)
+    radius = torch.rand(len(images), generator=generator, device=images.device, dtype=images.dtype) ** (
+        1.0 / images[0].numel()
+    )
+    return within(
+        images + eps * radius.reshape(-1, *[1] * (images.dim() - 1)) * noise / lengths(noise), images, eps, norm
+    )

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcnet.formulas import nearest
 from dcnet.robustness.checks import check_finite
+from dcnet.util.suggest import nearest
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

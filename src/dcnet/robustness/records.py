@@ -31,7 +31,10 @@ def conditions(record: Record) -> tuple[Any, ...]:
 
 def in_words(record: Record) -> str:
     """One line about a record: what was done, under what conditions, and what came out."""
-    found = [f"{entry['attack']} {entry['accuracy']:.2f}%" if "accuracy" in entry else f"{entry['attack']}" for entry in record["attacks"]]
+    found = [
+        f"{entry['attack']} {entry['accuracy']:.2f}%" if "accuracy" in entry else f"{entry['attack']}"
+        for entry in record["attacks"]
+    ]
     eps = "ε unknown" if eps_of(record) is None else f"ε·255 = {eps_of(record):g}"
     source = f", made on {record.get('from') or 'another network'}" if record["transfer"] else ""
     extras = ", with E of the batch" if record.get("statistics") == "batch" else ""
@@ -63,7 +66,10 @@ def _own(records: Iterable[Record]) -> list[Record]:
     return [
         record
         for record in records
-        if not record["transfer"] and record["labels"] == "true" and eps_of(record) is not None and any("accuracy" in e for e in record["attacks"])
+        if not record["transfer"]
+        and record["labels"] == "true"
+        and eps_of(record) is not None
+        and any("accuracy" in e for e in record["attacks"])
     ]
 
 
@@ -75,7 +81,11 @@ def common_eps(runs: Iterable[Sequence[Record]]) -> float | None:
         for eps in {found for record in own if (found := eps_of(record)) is not None}:
             mine = [number for number, record in enumerate(own) if eps_of(record) == eps]
             count, images, last = counts.get(eps, (0, 0, 0))
-            counts[eps] = (count + 1, images + max(own[number].get("images", 0) for number in mine), max(last, mine[-1]))
+            counts[eps] = (
+                count + 1,
+                images + max(own[number].get("images", 0) for number in mine),
+                max(last, mine[-1]),
+            )
     return max(counts, key=lambda eps: counts[eps]) if counts else None
 
 
@@ -87,7 +97,10 @@ def check_up_at(records: Iterable[Record], eps: float | None) -> dict[str, Any] 
 
 def check_ups_of(runs: Mapping[str, Sequence[Record]]) -> tuple[float | None, dict[str, dict[str, Any]]]:
     """The ε, in units of 1/255, of which most runs have a check-up (of several that of the table, then the greatest), and those check-ups."""
-    sizes = {name: {eps_of(record["check-up"]) for record in records if "check-up" in record} for name, records in runs.items()}
+    sizes = {
+        name: {eps_of(record["check-up"]) for record in records if "check-up" in record}
+        for name, records in runs.items()
+    }
     all_of_them = sorted({eps for mine in sizes.values() for eps in mine if eps is not None})
     if not all_of_them:
         return None, {}
@@ -104,7 +117,10 @@ def doubt(accuracy: float, check_up: dict[str, Any] | None) -> str | None:
     # that a stronger attack finds more speaks against figures of weaker ones, not against those that are as low
     if failed := [test["test"] for test in check_up["tests"] if not test["passed"] and test["test"] != STRONGER_TEST]:
         return f"the check-up fails ({', '.join(failed)})"
-    stronger, count = min(check_up[name] for name in ("pgd", "pgd, stronger", "square") if name in check_up), check_up["images"]
+    stronger, count = (
+        min(check_up[name] for name in ("pgd", "pgd, stronger", "square") if name in check_up),
+        check_up["images"],
+    )
     share = (stronger / 100.0 * count + 1.0) / (count + 2.0)  # not 0 or 1, which would have no chance at all
     chance = 200.0 * math.sqrt(share * (1.0 - share) / count)  # two standard errors, in percent
     if accuracy - stronger > STRONGER + chance:
@@ -136,7 +152,9 @@ def headline(records: Sequence[Record], eps: float | None) -> Headline | None:
     # bf16 weakens attacks: only where there is nothing else
     images, exact = max((record.get("images", 0), not record.get("bf16")) for record in own)
     own = [record for record in own if (record.get("images", 0), not record.get("bf16")) == (images, exact)]
-    accuracy, attack = min(((entry["accuracy"], name) for record in own for name, entry in _named(record)), key=lambda found: found[0])
+    accuracy, attack = min(
+        ((entry["accuracy"], name) for record in own for name, entry in _named(record)), key=lambda found: found[0]
+    )
     assert eps is not None
     return Headline(accuracy, attack, eps, images, check_up_at(records, eps))
 

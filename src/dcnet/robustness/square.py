@@ -53,7 +53,9 @@ def square(
         top = torch.randint(0, height - side + 1, (count, 1), generator=generator, device=device)
         left = torch.randint(0, width - side + 1, (count, 1), generator=generator, device=device)
         rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
-        inside = ((rows >= top) & (rows < top + side))[:, None, :, None] & ((columns >= left) & (columns < left + side))[:, None, None, :]
+        inside = ((rows >= top) & (rows < top + side))[:, None, :, None] & (
+            (columns >= left) & (columns < left + side)
+        )[:, None, None, :]
         base = images[active]
         tried = torch.where(inside, base + eps * signs(count, channels, 1, 1), best[active])
         tried = within(tried, base, eps, "linf")

@@ -49,7 +49,16 @@ def _cells(training: str, setup: Setup | None, numbers: Numbers, words: str = ""
         row = f"{training}: {_NAMES[attack]}{words}"
         for column in columns:
             fields = {"magnitude": _OPERATORS[column], **_TRAINING[training]}
-            cells.append(Cell(row, column, fields, papers.get(column), None if setup is None else (setup, attack), f"{training}, {column}"))
+            cells.append(
+                Cell(
+                    row,
+                    column,
+                    fields,
+                    papers.get(column),
+                    None if setup is None else (setup, attack),
+                    f"{training}, {column}",
+                )
+            )
     return cells
 
 
@@ -58,9 +67,18 @@ def _white_box() -> Table:
     for training in _TRAINING:
         cells += _cells(training, None, _NUMBERS) + _cells(training, WHITE, _WHITE_NUMBERS) + _cells(training, AUTO, {})
         if training in ("Natural", "FGSM-trained"):
-            cells += _cells(training, PREDICTED, {}, ", predicted labels") + _cells(training, OF_THE_BATCH, {}, ", predicted labels, E of the batch")
+            cells += _cells(training, PREDICTED, {}, ", predicted labels") + _cells(
+                training, OF_THE_BATCH, {}, ", predicted labels, E of the batch"
+            )
     note = "ε = 8/255, all test images, true labels and running averages where nothing else is said."
-    return Table("white-box", "White-box attacks, CNN-9 without BatchNorm on CIFAR-10", "paper-adversarial", tuple(cells), "accuracy", note)
+    return Table(
+        "white-box",
+        "White-box attacks, CNN-9 without BatchNorm on CIFAR-10",
+        "paper-adversarial",
+        tuple(cells),
+        "accuracy",
+        note,
+    )
 
 
 def _black_box() -> Table:
@@ -70,9 +88,21 @@ def _black_box() -> Table:
         for source in ("Natural", "FGSM-trained"):
             made_on = tuple({"magnitude": None, "adversarial": "none", **_TRAINING[source]}.items())
             setup = Setup(f"from {source}, Baseline", "fgsm,bim", source=made_on)
-            cells += _cells(training, setup, _BLACK_NUMBERS, f", made on a {source.replace('Natural', 'naturally trained')} baseline of another seed")
+            cells += _cells(
+                training,
+                setup,
+                _BLACK_NUMBERS,
+                f", made on a {source.replace('Natural', 'naturally trained')} baseline of another seed",
+            )
     note = "ε = 8/255. The paper does not say how the baseline that images are made on was trained: its numbers stand beside both."
-    return Table("black-box", "Black-box attacks, CNN-9 without BatchNorm on CIFAR-10", "paper-adversarial", tuple(cells), "accuracy", note)
+    return Table(
+        "black-box",
+        "Black-box attacks, CNN-9 without BatchNorm on CIFAR-10",
+        "paper-adversarial",
+        tuple(cells),
+        "accuracy",
+        note,
+    )
 
 
 ATTACKED = (_white_box(), _black_box())

@@ -78,7 +78,10 @@ class Ledger:
     def find(self, recipe: Recipe, setup: str | None = None) -> Entry | None:
         """Return the latest entry of the same cell."""
         wanted = identity(recipe)
-        return next((entry for entry in reversed(self.entries) if entry.setup == setup and identity(entry.recipe) == wanted), None)
+        return next(
+            (entry for entry in reversed(self.entries) if entry.setup == setup and identity(entry.recipe) == wanted),
+            None,
+        )
 
     def add(self, cell: str, run: Run, jobs: int) -> Entry:
         """Add what a finished, or diverged, run has found."""
@@ -87,13 +90,30 @@ class Ledger:
     def add_attack(self, cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
         """Add what attacks on a run have found."""
         attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
-        record = {"setup": setup, "clean": found["clean"], "attacks": attacks, "images": found["images"], "eps": found["eps"]}
-        record |= {"from": found["from"] and Path(found["from"]).name, "verdict": found.get("check-up", {}).get("verdict")}
+        record = {
+            "setup": setup,
+            "clean": found["clean"],
+            "attacks": attacks,
+            "images": found["images"],
+            "eps": found["eps"],
+        }
+        record |= {
+            "from": found["from"] and Path(found["from"]).name,
+            "verdict": found.get("check-up", {}).get("verdict"),
+        }
         record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"])}
-        return self._append(cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"})
+        return self._append(
+            cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"}
+        )
 
     def _append(self, cell: str, run: Run, findings: dict[str, Any]) -> Entry:
-        record = {"cell": cell, "run": run.folder.name, "seed": run.recipe.seed, **findings, "recipe": asdict(run.recipe)}
+        record = {
+            "cell": cell,
+            "run": run.folder.name,
+            "seed": run.recipe.seed,
+            **findings,
+            "recipe": asdict(run.recipe),
+        }
         entry = Entry(cell, run.recipe, record)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(self.path)
@@ -113,7 +133,9 @@ def keep_record(run: Run, into: Path) -> None:
         if (run.folder / name).is_file():
             shutil.copy(run.folder / name, folder / name)
     *earlier, last = run.metrics or [{}]
-    kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + ([last] if last else [])
+    kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + (
+        [last] if last else []
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
 
@@ -128,7 +150,11 @@ def _findings(run: Run) -> dict[str, Any]:
     """Return the error of the last epoch, or the epoch of the divergence, with where and how it came about."""
     result, divergence = run.result, run.divergence
     if result is not None:
-        found = {"error": round(100.0 - result["accuracy"], 4), "top5_error": round(100.0 - result["top5_accuracy"], 4), "epoch": result["epochs"]}
+        found = {
+            "error": round(100.0 - result["accuracy"], 4),
+            "top5_error": round(100.0 - result["top5_accuracy"], 4),
+            "epoch": result["epochs"],
+        }
         found["train_error"] = round(100.0 - run.metrics[-1]["train_accuracy"], 4)
     else:
         assert divergence is not None

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from dcnet.formulas import nearest
 from dcnet.tables.attacked import ATTACKED
 from dcnet.tables.table import NOT_CONVERGED, Cell, Number, Row, Table, grid
+from dcnet.util.suggest import nearest
 
 # The plain twin has ℓ2 on its kernels, and neither projection nor penalty.
 PLAIN: dict[str, Any] = {"magnitude": None, "projection": 0, "orthogonality": 0.0}
@@ -13,14 +13,20 @@ _MAGNITUDES = ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")
 OPERATORS = {f"{name.capitalize()}Conv": Row(f"{name.capitalize()}Conv", {"magnitude": name}) for name in _MAGNITUDES}
 BASELINE, BASELINE_WITHOUT_DECAY = Row("Baseline", PLAIN), Row("Baseline, no ℓ2 on kernels", WITHOUT_DECAY)
 # Kernels treated as those of LinearConv are: what it gains beyond this row is not the normalized kernel's.
-BASELINE_PROJECTED = Row("Baseline, projected kernels", {"magnitude": None, "orthogonality": 0.0, "decay_kernels": False, "plain_kernels": "projected"})
+BASELINE_PROJECTED = Row(
+    "Baseline, projected kernels",
+    {"magnitude": None, "orthogonality": 0.0, "decay_kernels": False, "plain_kernels": "projected"},
+)
 LINEAR, COSINE, SQUARE = (
-    Row(name, {"angular": angular}) for name, angular in (("Linear", "linear"), ("Cosine", "cosine"), ("Sq. cosine", "square_cosine"))
+    Row(name, {"angular": angular})
+    for name, angular in (("Linear", "linear"), ("Cosine", "cosine"), ("Sq. cosine", "square_cosine"))
 )
 
 
 def _activated(angular: Row, activation: str) -> Row:
-    return Row(f"{angular.name}, {'ReLU' if activation == 'relu' else 'no ReLU'}", angular.fields | {"activation": activation})
+    return Row(
+        f"{angular.name}, {'ReLU' if activation == 'relu' else 'no ReLU'}", angular.fields | {"activation": activation}
+    )
 
 
 _CNN9 = Table(
@@ -50,7 +56,10 @@ _NO_BATCHNORM = Table(
     "Plain CNN-9 without BatchNorm on CIFAR-100",
     "paper-cifar",
     grid(
-        [Row(row.name, row.fields | {"norm": "none"}) for row in (BASELINE, *(OPERATORS[name] for name in ("LinearConv", "TanhConv", "SegConv")))],
+        [
+            Row(row.name, row.fields | {"norm": "none"})
+            for row in (BASELINE, *(OPERATORS[name] for name in ("LinearConv", "TanhConv", "SegConv")))
+        ],
         [LINEAR, COSINE, SQUARE],
         {
             "Baseline": ("-", 35.30, "-"),
@@ -145,7 +154,13 @@ def _state_of_the_art() -> Table:
         "LinearConv, sq. cosine": (5.34, 5.34, 20.23, 20.23),
     }
     note = "The paper does not say by which optimizer its numbers came about: they stand in both columns."
-    return Table("state-of-the-art", "ResNet-32 with weight-normalized softmax", "paper-cifar", grid(rows, columns, numbers), note=note)
+    return Table(
+        "state-of-the-art",
+        "ResNet-32 with weight-normalized softmax",
+        "paper-cifar",
+        grid(rows, columns, numbers),
+        note=note,
+    )
 
 
 def _imagenet() -> Table:
@@ -165,7 +180,14 @@ def _imagenet() -> Table:
         "The paper's decoupled networks of the standard ResNet-18 start from the trained baseline: give its run folder with "
         "--set pretrained=FOLDER. The images are read from --data imagefolder:PATH."
     )
-    return Table("imagenet", "ResNet-18 on ImageNet-2012", "paper-imagenet", grid(rows, columns, numbers), measure="top5_error", note=note)
+    return Table(
+        "imagenet",
+        "ResNet-18 on ImageNet-2012",
+        "paper-imagenet",
+        grid(rows, columns, numbers),
+        measure="top5_error",
+        note=note,
+    )
 
 
 def _cause() -> Table:

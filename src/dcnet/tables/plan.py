@@ -33,12 +33,16 @@ class Task:
         """What the set-up's attacks have found."""
         if self.setup is None or not (self.folder / "attacks.json").is_file():
             return None
-        return next((record for record in reversed(Run(self.folder).attacks) if record.get("setup") == self.setup.name), None)
+        return next(
+            (record for record in reversed(Run(self.folder).attacks) if record.get("setup") == self.setup.name), None
+        )
 
     @property
     def ready(self) -> bool:
         """Whether what it needs is there: for attacks, trained networks."""
-        needed = [folder for folder in (self.folder, self.source) if folder is not None] if self.setup is not None else []
+        needed = (
+            [folder for folder in (self.folder, self.source) if folder is not None] if self.setup is not None else []
+        )
         return all((folder / "result.json").is_file() for folder in needed)
 
 
@@ -51,7 +55,15 @@ class Plan:
     missing: list[Task] = field(default_factory=list)
 
 
-def plan(table: Table, ledger: Ledger, runs: Path, schedule: str, seeds: list[int], matches: list[str] | None = None, **settings: Any) -> Plan:
+def plan(
+    table: Table,
+    ledger: Ledger,
+    runs: Path,
+    schedule: str,
+    seeds: list[int],
+    matches: list[str] | None = None,
+    **settings: Any,
+) -> Plan:
     """Return which cells are done and which are to be trained or attacked, seed by seed.
 
     matches: only cells with one of these in their name, in the order of the matches. settings: recipe fields of all cells.
@@ -78,7 +90,12 @@ def plan(table: Table, ledger: Ledger, runs: Path, schedule: str, seeds: list[in
                 found.done.append((cell, entry))
                 continue
             compared = (schedule, recipe.data) == ("paper", table.recipe(cell).data)
-            folder = network(recipe, cell.network or cell.title, cell.paper if compared and setup is None else None, setup is not None)
+            folder = network(
+                recipe,
+                cell.network or cell.title,
+                cell.paper if compared and setup is None else None,
+                setup is not None,
+            )
             if setup is None:
                 continue
             made_on = table.source(setup, recipe)

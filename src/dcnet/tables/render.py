@@ -54,7 +54,9 @@ class Setting:
 def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
     """Return the measured cells of a table by what they must not be mixed across: schedule, data set and precision."""
     settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
-    by_identity: dict[object, Entry] = {(identity(entry.recipe), entry.setup): entry for entry in ledger.entries}  # the latest of a cell
+    by_identity: dict[object, Entry] = {
+        (identity(entry.recipe), entry.setup): entry for entry in ledger.entries
+    }  # the latest of a cell
     found: dict[Setting, dict[str, Shown]] = {}
     wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in by_identity.values())
     seeds = sorted({entry.recipe.seed for entry in by_identity.values()})
@@ -103,7 +105,11 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
         for row in table.rows:
             cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
             lines.append(
-                f"| {row} | " + " | ".join("" if one is None else f"{one.ours or '?'}{f' ({one.paper})' if compared else ''}" for one in cells) + " |"
+                f"| {row} | "
+                + " | ".join(
+                    "" if one is None else f"{one.ours or '?'}{f' ({one.paper})' if compared else ''}" for one in cells
+                )
+                + " |"
             )
         lines.append("")
     return "\n".join(lines).strip()
@@ -138,7 +144,9 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
             body = []
             for row in table.rows:
                 cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
-                body.append(f"<tr><th>{html.escape(row)}</th>{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>")
+                body.append(
+                    f"<tr><th>{html.escape(row)}</th>{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>"
+                )
             parts.append(
                 f"<h2>{html.escape(table.title)}</h2>\n<p>{html.escape(_about(table, setting))}</p>\n"
                 f'<div class="scroll"><table><tr><th></th>{head}</tr>\n' + "\n".join(body) + "</table></div>"
@@ -147,7 +155,9 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
     title = "The paper's tables, measured"
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style>\n<h1>{title}</h1>\n{legend}\n" + "\n".join(parts) + "\n</html>\n"
+        f"<title>{title}</title><style>{_STYLE}</style>\n<h1>{title}</h1>\n{legend}\n"
+        + "\n".join(parts)
+        + "\n</html>\n"
     )
 
 

@@ -27,7 +27,12 @@ class Runner:
     """
 
     def __init__(
-        self, ledger: Ledger, say: Callable[[str], None], options: dict[str, Any], weights: Path | None = None, records: Path | None = None
+        self,
+        ledger: Ledger,
+        say: Callable[[str], None],
+        options: dict[str, Any],
+        weights: Path | None = None,
+        records: Path | None = None,
     ) -> None:
         self.ledger, self.say, self.options, self.weights, self.records = ledger, say, options, weights, records
         self.seconds: list[float] = []  # of the networks that were trained here
@@ -39,12 +44,16 @@ class Runner:
         running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
         try:
             while waiting or running:
-                for task in [task for task in waiting if task.ended is not None]:  # by a runner that was killed, or by hand
+                for task in [
+                    task for task in waiting if task.ended is not None
+                ]:  # by a runner that was killed, or by hand
                     waiting.remove(task)
                     self._enter(task, jobs)
                 left = until - time.monotonic()
                 needed = max(_WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
-                ready = [task for task in waiting if task.ready and task.folder not in {other.folder for other in running}]
+                ready = [
+                    task for task in waiting if task.ready and task.folder not in {other.folder for other in running}
+                ]
                 while ready and len(running) < jobs and left > needed:
                     task = ready.pop(0)
                     waiting.remove(task)
@@ -55,11 +64,15 @@ class Runner:
                         del running[task]
                         failed += self._ended(task, process.returncode, jobs, time.monotonic() - began)
                 if left < _STOPPING or (ready and not running and left <= needed):
-                    self.say(f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun")
+                    self.say(
+                        f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun"
+                    )
                     break
                 if waiting and not running and not ready:
                     failed += [task.title for task in waiting]
-                    self.say(f"not done, as a network they need failed or diverged: {'; '.join(task.title for task in waiting)}")
+                    self.say(
+                        f"not done, as a network they need failed or diverged: {'; '.join(task.title for task in waiting)}"
+                    )
                     break
                 time.sleep(0.1)
         finally:

@@ -6,7 +6,9 @@ from typing import Any
 
 from dcnet.training import Recipe, change, make_recipe
 
-Number = float | str | None  # in percent; "N/C" where the paper says that the network cannot converge; None where it has no number
+Number = (
+    float | str | None
+)  # in percent; "N/C" where the paper says that the network cannot converge; None where it has no number
 NOT_CONVERGED = "N/C"
 
 # The share of every cell's schedule that is run. Milestones are fractions of a run, so they shrink with it.
@@ -33,7 +35,9 @@ class Cell:
     column: str
     fields: dict[str, Any] = field(hash=False)
     paper: Number = None
-    attack: tuple[Setup, str] | None = None  # the set-up, and which of its attacks; None for the network as it is trained
+    attack: tuple[Setup, str] | None = (
+        None  # the set-up, and which of its attacks; None for the network as it is trained
+    )
     network: str = ""  # the name of what is trained, where several cells share it
 
     @property
@@ -70,7 +74,9 @@ class Table:
         """Return what fills a cell. settings: fields for all cells, such as another data set or precision."""
         recipe = change(make_recipe(self.base), **cell.fields, seed=seed)
         share = SCHEDULES[schedule]
-        length: dict[str, Any] = {"steps": max(1, round(share * recipe.steps))} if recipe.steps else {"epochs": share * recipe.epochs}
+        length: dict[str, Any] = (
+            {"steps": max(1, round(share * recipe.steps))} if recipe.steps else {"epochs": share * recipe.epochs}
+        )
         if {"steps", "epochs"} & set(settings):
             length = {}
         return change(recipe, **length, **settings)
@@ -84,7 +90,9 @@ class Row:
     fields: dict[str, Any] = field(hash=False)
 
 
-def grid(rows: Iterable[Row], columns: Iterable[Row], numbers: dict[str, tuple[Number, ...]], leave: str = "-") -> tuple[Cell, ...]:
+def grid(
+    rows: Iterable[Row], columns: Iterable[Row], numbers: dict[str, tuple[Number, ...]], leave: str = "-"
+) -> tuple[Cell, ...]:
     """Return the cells of all rows and columns with the paper's numbers by row; where that is `leave`, there is no cell."""
     columns = list(columns)
     return tuple(

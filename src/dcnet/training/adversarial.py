@@ -50,7 +50,9 @@ def _sees_both(recipe: Recipe) -> bool:
     return recipe.adversarial == "trades" or recipe.adversarial_share < 1.0
 
 
-def _climb(model: nn.Module, start: Tensor, images: Tensor, labels: Tensor, loss: Loss, eps: float, step: float, steps: int) -> Tensor:
+def _climb(
+    model: nn.Module, start: Tensor, images: Tensor, labels: Tensor, loss: Loss, eps: float, step: float, steps: int
+) -> Tensor:
     """Steps along the sign of the gradient. Without looking at what they achieve, so that a GPU need not be waited for."""
     found = start
     for _ in range(steps):
@@ -62,10 +64,14 @@ def _climb(model: nn.Module, start: Tensor, images: Tensor, labels: Tensor, loss
 def _divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """KL(clean‖·) of the predicted distributions, for each image (N,)."""
     expected = clean.detach().float().log_softmax(1)
-    return lambda logits, labels: F.kl_div(logits.float().log_softmax(1), expected, reduction="none", log_target=True).sum(1)
+    return lambda logits, labels: F.kl_div(
+        logits.float().log_softmax(1), expected, reduction="none", log_target=True
+    ).sum(1)
 
 
-def adversarial_loss(net: Callable[[Tensor], Tensor], images: Tensor, changed: Tensor, labels: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def adversarial_loss(
+    net: Callable[[Tensor], Tensor], images: Tensor, changed: Tensor, labels: Tensor, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
     """The loss, summed over the images, and the logits that training accuracy is counted by: of the images themselves, where they are seen."""
 
     share = recipe.adversarial_share
@@ -74,7 +80,9 @@ def adversarial_loss(net: Callable[[Tensor], Tensor], images: Tensor, changed: T
         return classification_loss(logits, labels, recipe), logits
     clean, attacked = net(torch.cat([images, changed])).chunk(2)  # together, as DistributedDataParallel wants it
     if recipe.adversarial == "trades":
-        divergence = F.kl_div(attacked.float().log_softmax(1), clean.float().log_softmax(1), reduction="sum", log_target=True)
+        divergence = F.kl_div(
+            attacked.float().log_softmax(1), clean.float().log_softmax(1), reduction="sum", log_target=True
+        )
         return classification_loss(clean, labels, recipe) + recipe.trades_beta * divergence, clean
     of_both = [classification_loss(logits, labels, recipe) for logits in (clean, attacked)]
     return (1.0 - share) * of_both[0] + share * of_both[1], clean

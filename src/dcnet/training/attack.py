@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.circumstances import circumstances
 from dcnet.data import Resident
 from dcnet.layers import decoupled_layers
 from dcnet.robustness import EPS, check_up, evaluate
@@ -15,6 +14,7 @@ from dcnet.training.ranks import joined
 from dcnet.training.run import Run
 from dcnet.training.settings import tf32
 from dcnet.training.trainer import open_data
+from dcnet.util.provenance import provenance
 
 STATISTICS = ("running", "batch")
 
@@ -65,14 +65,22 @@ def attack_run(
     with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
         data = open_data(run.recipe, ranks, data_root, download)
         if not isinstance(data, Resident):
-            raise ValueError(f"{run.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it")
+            raise ValueError(
+                f"{run.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it"
+            )
         model = run.model.to(ranks.device)
         other = None if source is None else source.model.to(ranks.device)
         images, labels = data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
-        options: dict[str, Any] = {"batch": batch, "cumulative": cumulative, "predicted": predicted, "seed": seed, "progress": progress}
+        options: dict[str, Any] = {
+            "batch": batch,
+            "cumulative": cumulative,
+            "predicted": predicted,
+            "seed": seed,
+            "progress": progress,
+        }
         target = _OfTheBatch(model).eval() if statistics == "batch" else model
         result = evaluate(target, images, labels, attacks, eps, source=other, **options)
         if check_images:
             result["check-up"] = check_up(model, images[:check_images], labels[:check_images], eps, seed=seed)
-    found = {"from": None if source is None else str(source.folder), "bf16": bf16, **circumstances(ranks.device)}
+    found = {"from": None if source is None else str(source.folder), "bf16": bf16, **provenance(ranks.device)}
     return result | found | ({"statistics": statistics} if statistics != "running" else {})

@@ -14,38 +14,40 @@ from dcnet.data import ImageFolder, Resident
 from dcnet.layers import average_statistics_, recalibrate_
 from dcnet.layers.statistics import restore_statistics_, statistics_of
 from dcnet.training.adversarial import seen_in_training
-from dcnet.training.job import Job
+from dcnet.training.state import TrainingState
 
 
 @contextmanager
-def calibrated(job: Job, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[None]:
+def calibrated(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[None]:
     """Give the network that is evaluated averages that fit its weights, and afterwards those of training back; call it on all ranks.
 
-    The new averages go into the job's next checkpoint beside the old ones, for those who load the network. Weights, optimizer and random
+    The new averages go into the state's next checkpoint beside the old ones, for those who load the network. Weights, optimizer and random
     numbers are left alone.
     """
-    model = job.evaluated
+    model = state.evaluated
     before = statistics_of(model)
-    if not job.recipe.recalibrate or not before:
+    if not state.recipe.recalibrate or not before:
         yield
         return
-    with torch.random.fork_rng([job.ranks.device] if job.ranks.device.type == "cuda" else []), job.autocast():
-        batches = _batches(job, data, per_epoch)
+    with torch.random.fork_rng([state.ranks.device] if state.ranks.device.type == "cuda" else []), state.autocast():
+        batches = _batches(state, data, per_epoch)
         # made before the averages they are made with are gone
-        recalibrate_(model, batches if job.recipe.adversarial == "none" else list(batches))
+        recalibrate_(model, batches if state.recipe.adversarial == "none" else list(batches))
     try:
         average_statistics_(model)
-        job.calibrated = statistics_of(model)
+        state.calibrated = statistics_of(model)
         yield
     finally:
         restore_statistics_(model, before)
 
 
-def _batches(job: Job, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[Tensor]:
+def _batches(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[Tensor]:
     """What this rank's network sees in the last training steps of the epoch: parts of batches, adversarial where the recipe says so."""
-    recipe, ranks = job.recipe, job.ranks
+    recipe, ranks = state.recipe, state.ranks
     first = max(0, per_epoch - recipe.recalibrate)
-    for images, labels in data.train_batches((job.step - 1) // per_epoch, first, recipe.batch, ranks.rank, ranks.world):
-        ordered = images.contiguous(memory_format=job.order)
+    for images, labels in data.train_batches(
+        (state.step - 1) // per_epoch, first, recipe.batch, ranks.rank, ranks.world
+    ):
+        ordered = images.contiguous(memory_format=state.order)
         for some, their in zip(ordered.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True):
-            yield seen_in_training(job.model, some, their, recipe)
+            yield seen_in_training(state.model, some, their, recipe)

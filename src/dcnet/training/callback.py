@@ -37,7 +37,11 @@ class Callbacks(Callback):
     def __init__(self, parts: Sequence[Callback]) -> None:
         for part in parts:
             if not isinstance(part, Callback):
-                hint = f"; make one of it: {part.__name__}(…)" if isinstance(part, type) and issubclass(part, Callback) else ""
+                hint = (
+                    f"; make one of it: {part.__name__}(…)"
+                    if isinstance(part, type) and issubclass(part, Callback)
+                    else ""
+                )
                 raise TypeError(f"callbacks must be instances of dcnet.Callback, got {part!r}{hint}")
         self.parts = list(parts)
         self.begun: list[Callback] = []

@@ -40,7 +40,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
         with _named_in_utf8(path) as readable, safe_open(readable, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path} is not a checkpoint of ours: its format is {metadata.get('format')!r}, expected {FORMAT!r}")
+                raise ValueError(
+                    f"{path} is not a checkpoint of ours: its format is {metadata.get('format')!r}, expected {FORMAT!r}"
+                )
             yield file, json.loads(metadata["state"])
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -30,7 +30,9 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
 
     def look(module: nn.Module, _: object, output: object) -> None:
         if not found and isinstance(output, Tensor) and not output.isfinite().all():
-            found.append(f"the output of layer {names[module]!r} ({type(module).__name__}) is the first that is not finite")
+            found.append(
+                f"the output of layer {names[module]!r} ({type(module).__name__}) is the first that is not finite"
+            )
 
     for module in model.modules():
         if not any(True for _ in module.children()):

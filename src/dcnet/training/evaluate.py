@@ -33,7 +33,11 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: "Resident | ImageFolder", ranks: Ranks, autocast: Any, order: torch.memory_format = torch.contiguous_format
+    model: nn.Module,
+    data: "Resident | ImageFolder",
+    ranks: Ranks,
+    autocast: Any,
+    order: torch.memory_format = torch.contiguous_format,
 ) -> Evaluation:
     """The model on the test images, in evaluation mode; its mode is restored."""
     batch = 1000 if ranks.device.type == "cuda" else 200  # a CPU's cache is small

@@ -25,7 +25,9 @@ _OF_THE_RUN = (*_WRITTEN, "diverged.json", "attacks.json", "inspection.json")
 class Place:
     """Where a run is trained. `recipe`: its own, which another length may have (`extend`); `overwrite`: whatever run is there."""
 
-    def __init__(self, recipe: Recipe, folder: str | Path | None, held: ExitStack, overwrite: bool = False, extend: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: str | Path | None, held: ExitStack, overwrite: bool = False, extend: bool = False
+    ) -> None:
         self.recipe, self.held, self.overwrite, self.extend = recipe, held, overwrite, extend
         self.given = None if folder is None else Path(folder)
         self.locked = False
@@ -74,7 +76,11 @@ class Place:
         if self.given is not None:
             return self.given
         plain = Path("runs") / self.recipe.title
-        return self._suffixed() if (plain / "recipe.json").is_file() and not self.overwrite and not _holds(plain, self.recipe) else plain
+        return (
+            self._suffixed()
+            if (plain / "recipe.json").is_file() and not self.overwrite and not _holds(plain, self.recipe)
+            else plain
+        )
 
     def _suffixed(self) -> Path:
         """A name of the recipe's own, the same every time; fields at their defaults have no part in it, so that new ones change nothing."""
@@ -98,7 +104,9 @@ class Place:
         differences = ", ".join(f"{name}={old!r} there, {new!r} here" for name, (old, new) in other.items())
         hint = "Choose another folder, or overwrite that run: --overwrite (in Python overwrite=True)"
         if set(other) <= set(LENGTH):
-            flag = f"--steps {self.recipe.steps}" if self.recipe.steps is not None else f"--epochs {self.recipe.epochs:g}"
+            flag = (
+                f"--steps {self.recipe.steps}" if self.recipe.steps is not None else f"--epochs {self.recipe.epochs:g}"
+            )
             hint += f"; or go on with it to another length: dcnet train --resume {quote(str(folder))} {flag} (in Python extend=True)"
         raise ValueError(f"{folder} holds another recipe's run: {differences}. {hint}")
 
@@ -128,11 +136,15 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
         return
     state = load_state(run.checkpoint)
     before, done = change(Recipe(), **state["recipe"]), int(state["step"])
-    if before == recipe or not same_but_length(before, recipe):  # of another recipe, which restoring the checkpoint says
+    if before == recipe or not same_but_length(
+        before, recipe
+    ):  # of another recipe, which restoring the checkpoint says
         return
     old, new = total_steps(before, per_epoch), total_steps(recipe, per_epoch)
     if new < done:
-        raise ValueError(f"{run.folder} has done {done} steps already; it cannot end after {new}. Possible: {done} or more")
+        raise ValueError(
+            f"{run.folder} has done {done} steps already; it cannot end after {new}. Possible: {done} or more"
+        )
     earlier, later = Schedule(before, old), Schedule(recipe, new)
     for schedule in (earlier, later):
         schedule.load_state_dict(state["schedule"])
@@ -171,6 +183,10 @@ def _set_aside_results(folder: Path) -> None:
     """The result of a run that goes on is no result any more; what attacks found was of its weights so far, and is kept under another name."""
     run_result, attacks = folder / "result.json", folder / "attacks.json"
     if attacks.is_file():
-        step = int(load_state(folder / "checkpoint.safetensors")["step"]) if (folder / "checkpoint.safetensors").is_file() else 0
+        step = (
+            int(load_state(folder / "checkpoint.safetensors")["step"])
+            if (folder / "checkpoint.safetensors").is_file()
+            else 0
+        )
         attacks.replace(folder / f"attacks-of-step-{step}.json")
     run_result.unlink(missing_ok=True)

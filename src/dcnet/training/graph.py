@@ -20,12 +20,17 @@ def check_graphs(recipe: Recipe, ranks: Ranks) -> None:
             (ranks.world > 1, f"{ranks.world} processes train together, which have to wait for each other"),
             (recipe.compile, "compile=True has ways of its own (its mode reduce-overhead)"),
             (recipe.precision == "fp16", "precision='fp16' decides on the host whether a step is taken"),
-            (recipe.data.startswith("imagefolder:"), "the images come from worker processes, which are slower than the host"),
+            (
+                recipe.data.startswith("imagefolder:"),
+                "the images come from worker processes, which are slower than the host",
+            ),
         )
         if applies
     ]
     if reasons:
-        raise ValueError(f"graphs=True does not go here: {'; '.join(reasons)}. Train without them: graphs=False, --no-graphs")
+        raise ValueError(
+            f"graphs=True does not go here: {'; '.join(reasons)}. Train without them: graphs=False, --no-graphs"
+        )
 
 
 class Repeated:

@@ -27,7 +27,9 @@ class Interruption:
                     self._before[which] = signal.signal(which, self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for which, handler in self._before.items():
             signal.signal(which, handler)
 

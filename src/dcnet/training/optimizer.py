@@ -13,7 +13,9 @@ from dcnet.training.recipe import Recipe
 
 def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
     """Adam or SGD; what decays is what the recipe says."""
-    shortcuts = {p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1}
+    shortcuts = {
+        p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1
+    }
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     kernels = {p for layer in ordinary_layers(model) for p in layer.parameters()}
     slopes = {block.slope for block in blocks if block.slope is not None}
@@ -32,7 +34,12 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The state of every parameter, by its number among all."""
     state = optimizer.state_dict()["state"]
-    return {f"{number}/{name}": value for number, values in state.items() for name, value in values.items() if isinstance(value, Tensor)}
+    return {
+        f"{number}/{name}": value
+        for number, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -42,4 +49,6 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, 
         number, name = key.split("/")
         p = parameters[int(number)]
         # in the memory order of the parameter; a count of steps has a shape of its own
-        optimizer.state[p][name] = torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value.to(p.device)
+        optimizer.state[p][name] = (
+            torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value.to(p.device)
+        )

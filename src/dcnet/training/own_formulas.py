@@ -34,7 +34,10 @@ def keep_formulas(folder: Path, recipe: Recipe) -> None:
         text = "".join([_HEAD, *(f"\n\n{ast.unparse(_definition(formula))}\n" for formula in own)])
     except (OSError, TypeError, SyntaxError) as error:  # typed into an interpreter, for one
         names = ", ".join(formula.name for formula in own)
-        warnings.warn(f"{folder} gets no copy of {names}, as the source cannot be read ({error}): keep it, to load the run again", stacklevel=2)
+        warnings.warn(
+            f"{folder} gets no copy of {names}, as the source cannot be read ({error}): keep it, to load the run again",
+            stacklevel=2,
+        )
         return
     write_atomically(folder / FILE, f"{_MARK}{_digest(text)}\n{text}".encode())
 
@@ -52,9 +55,13 @@ def check_formulas(folder: Path, recipe: Recipe) -> None:
         known = magnitudes() if kind == "magnitude" else angulars()
         kept = next((node for node in stored if node.name == name and _kind(node) == kind), None)
         if name not in known:
-            raise MissingFormula(f"{folder} was trained with the {kind} function {name!r}, which is not known here. {hint}")
+            raise MissingFormula(
+                f"{folder} was trained with the {kind} function {name!r}, which is not known here. {hint}"
+            )
         if kept is not None and not _same(kept, known[name]):
-            raise MissingFormula(f"{folder} was trained with another {kind} function {name!r} than the one known here. {hint}")
+            raise MissingFormula(
+                f"{folder} was trained with another {kind} function {name!r} than the one known here. {hint}"
+            )
 
 
 def trust_formulas(folder: Path) -> None:
@@ -64,7 +71,9 @@ def trust_formulas(folder: Path) -> None:
         if known is not None and _same(node, known):
             continue
         if known is not None:
-            raise ValueError(f"{folder / FILE} defines the {_kind(node)} function {node.name!r}, but another one of that name is known here")
+            raise ValueError(
+                f"{folder / FILE} defines the {_kind(node)} function {node.name!r}, but another one of that name is known here"
+            )
         module = types.ModuleType("formulas_of_a_run")
         exec(_HEAD, module.__dict__)
         exec(compile(ast.Module([node], []), str((folder / FILE).resolve()), "exec"), module.__dict__)
@@ -81,7 +90,9 @@ def _stored(folder: Path) -> list[ast.FunctionDef]:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}; remove it, and give the formulas by --formulas FILE") from error
     if mark != f"{_MARK}{_digest(text)}":
-        raise ValueError(f"{path} was changed after training had written it, as its sha256 says; remove it, and give the formulas by --formulas FILE")
+        raise ValueError(
+            f"{path} was changed after training had written it, as its sha256 says; remove it, and give the formulas by --formulas FILE"
+        )
     return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
@@ -93,7 +104,10 @@ def _names(recipe: Recipe) -> list[tuple[str, str]]:
     """The kinds and names of the recipe's formulas, known or not."""
     if recipe.magnitude is None:
         return []
-    return [(kind, spec.partition(":")[0].strip()) for kind, spec in (("magnitude", recipe.magnitude), ("angular", recipe.angular))]
+    return [
+        (kind, spec.partition(":")[0].strip())
+        for kind, spec in (("magnitude", recipe.magnitude), ("angular", recipe.angular))
+    ]
 
 
 def _of(recipe: Recipe) -> list[Formula]:
@@ -111,7 +125,9 @@ def _definition(formula: Formula) -> ast.FunctionDef:
     if node is None:
         raise OSError(f"the file that {formula.name} came from has changed since")
     bounded = ", ".join(["bounded=True"] * (formula.kind == "magnitude" and formula.bounded))
-    node.decorator_list = [ast.parse(f"dcnet.{formula.kind}({bounded})" if bounded else f"dcnet.{formula.kind}", mode="eval").body]
+    node.decorator_list = [
+        ast.parse(f"dcnet.{formula.kind}({bounded})" if bounded else f"dcnet.{formula.kind}", mode="eval").body
+    ]
     node.returns = None
     arguments = [*node.args.posonlyargs, *node.args.args]
     for argument in arguments:
@@ -135,7 +151,9 @@ def _annotation(bounds: object) -> ast.expr | None:
 
 def _kind(node: ast.FunctionDef) -> str:
     """Which registration the stored definition has."""
-    return "magnitude" if node.decorator_list and "dcnet.magnitude" in ast.unparse(node.decorator_list[0]) else "angular"
+    return (
+        "magnitude" if node.decorator_list and "dcnet.magnitude" in ast.unparse(node.decorator_list[0]) else "angular"
+    )
 
 
 def _same(stored: ast.FunctionDef, known: Formula) -> bool:
@@ -143,7 +161,10 @@ def _same(stored: ast.FunctionDef, known: Formula) -> bool:
     try:
         here = _definition(known)
     except (OSError, TypeError, SyntaxError) as error:
-        warnings.warn(f"whether {known.name} is the formula of the run cannot be checked, as its source cannot be read: {error}", stacklevel=4)
+        warnings.warn(
+            f"whether {known.name} is the formula of the run cannot be checked, as its source cannot be read: {error}",
+            stacklevel=4,
+        )
         return True
     return _computation(stored) == _computation(here)
 
@@ -151,6 +172,11 @@ def _same(stored: ast.FunctionDef, known: Formula) -> bool:
 def _computation(node: ast.FunctionDef) -> str:
     """The definition without its words: no docstring, and formatted in one way."""
     body = node.body
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and isinstance(body[0].value.value, str):
+    if (
+        body
+        and isinstance(body[0], ast.Expr)
+        and isinstance(body[0].value, ast.Constant)
+        and isinstance(body[0].value.value, str)
+    ):
         body = body[1:]
     return ast.dump(ast.FunctionDef(node.name, node.args, body, node.decorator_list, None))

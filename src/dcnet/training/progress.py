@@ -54,7 +54,9 @@ class Bars(Callback):
 
         text = "epoch {task.fields[epoch]} · {task.fields[rate]} images/s · loss {task.fields[loss]} · accuracy {task.fields[accuracy]}"
         name = TextColumn("{task.description}", markup=False)
-        self.rich = Rich(name, BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self.rich = Rich(
+            name, BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        )
         self.shown = 0.0
 
     def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
@@ -62,7 +64,9 @@ class Bars(Callback):
         self.per_epoch, self.of = per_epoch, f"{epochs:g}" if epochs < 1000 else f"{epochs:.0f}"
         self.start, self.began, self.batch = done, time.perf_counter(), run.recipe.batch
         self.rich.start()
-        self.task = self.rich.add_task(printable(run.folder.name), total=steps, completed=done, epoch="-", rate="-", loss="-", accuracy="-")
+        self.task = self.rich.add_task(
+            printable(run.folder.name), total=steps, completed=done, epoch="-", rate="-", loss="-", accuracy="-"
+        )
 
     def step(self, step: int, seconds: float, numbers: Numbers) -> None:
         now = time.perf_counter()

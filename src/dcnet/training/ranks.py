@@ -89,7 +89,9 @@ def joined(device: str | None = None) -> Iterator[Ranks]:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but PyTorch sees no GPU here; possible: 'cpu'")
     if kind == "cuda" and local >= torch.cuda.device_count():
-        raise ValueError(f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}; start at most that many processes a node")
+        raise ValueError(
+            f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}; start at most that many processes a node"
+        )
     where = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(where)

@@ -11,16 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from dcnet.data import AUGMENTATIONS
-from dcnet.formulas import nearest, parse_number
+from dcnet.formulas import parse_number
+from dcnet.util.suggest import nearest
 
 DEFAULT = "default"
-_COMPARED: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}
+_COMPARED: dict[str, Callable[[float, float], bool]] = {
+    "≥": operator.ge,
+    ">": operator.gt,
+    "≤": operator.le,
+    "<": operator.lt,
+}
 Limit = float | None
 
 
-def _option(default: Any, explanation: str, *possible: str, low: Limit = None, above: Limit = None, high: Limit = None, below: Limit = None) -> Any:
+def _option(
+    default: Any,
+    explanation: str,
+    *possible: str,
+    low: Limit = None,
+    above: Limit = None,
+    high: Limit = None,
+    below: Limit = None,
+) -> Any:
     """A field with what `--help` says about it, and the values it can take: by name where they are few, or its limits."""
-    return field(default=default, metadata={"help": explanation, "possible": possible, "limits": {"≥": low, ">": above, "≤": high, "<": below}})
+    return field(
+        default=default,
+        metadata={"help": explanation, "possible": possible, "limits": {"≥": low, ">": above, "≤": high, "<": below}},
+    )
 
 
 @dataclass(frozen=True)
@@ -30,17 +47,29 @@ class Recipe:
     data: str = _option("digits", "Data set: digits, mnist, fashion-mnist, cifar10, cifar100, or imagefolder:PATH.")
     image_size: int | None = _option(None, "Size of the crops from an image folder (224 if not given).", low=8)
     model: str = _option("cnn9_narrow", "Network; dcnet.list_models() has their names.")
-    magnitude: str | None = _option("tanh", "Magnitude function, with parameters as in seg:beta=0.2; none for the plain network.")
+    magnitude: str | None = _option(
+        "tanh", "Magnitude function, with parameters as in seg:beta=0.2; none for the plain network."
+    )
     angular: str = _option("cosine", "Angular function, with parameters as in sigmoid:k=learned.")
     weighting: str | None = _option(None, "How ‖w‖ enters the magnitude: none, linear, joint or separate.")
     radius: str = _option("learned", "Operator radius: learned, or a number.")
-    norm: str | None = _option(DEFAULT, "Normalisation: batch, none, or default for what the network has.", "batch", "none", DEFAULT)
-    activation: str | None = _option(DEFAULT, "Activation: relu, prelu, none, or default.", "relu", "prelu", "none", DEFAULT)
-    penultimate_activation: bool = _option(False, "Activation also after the last fully connected layer before the classifier (cnn9, cnn9_narrow).")
+    norm: str | None = _option(
+        DEFAULT, "Normalisation: batch, none, or default for what the network has.", "batch", "none", DEFAULT
+    )
+    activation: str | None = _option(
+        DEFAULT, "Activation: relu, prelu, none, or default.", "relu", "prelu", "none", DEFAULT
+    )
+    penultimate_activation: bool = _option(
+        False, "Activation also after the last fully connected layer before the classifier (cnn9, cnn9_narrow)."
+    )
     penultimate_norm: bool = _option(True, "Norm also after that layer (cnn9, cnn9_narrow).")
-    root_activation: bool = _option(False, "Activation also after the first convolution of resnet32; the ImageNet networks always have it.")
+    root_activation: bool = _option(
+        False, "Activation also after the first convolution of resnet32; the ImageNet networks always have it."
+    )
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
-    pretrained: str | None = _option(None, "Run folder whose weights to start from: same structure, plain or decoupled.")
+    pretrained: str | None = _option(
+        None, "Run folder whose weights to start from: same structure, plain or decoupled."
+    )
 
     epochs: float = _option(3.0, "Passes over the training images.", above=0, below=1e9)
     steps: int | None = _option(None, "Steps of the optimiser, instead of epochs.", low=1)
@@ -49,24 +78,48 @@ class Recipe:
     augment: str = _option("none", "Augmentation: none, crop, flip, or crop+flip.", *AUGMENTATIONS)
     pad: int = _option(4, "Pixels of mirrored padding that crops come from.", low=0)
     label_smoothing: float = _option(0.0, "Share of the target spread over all classes.", low=0, below=1)
-    loss: str = _option("cross-entropy", "Loss: cross-entropy, or floored, the authors' log(softmax + 1e-4).", "cross-entropy", "floored")
+    loss: str = _option(
+        "cross-entropy",
+        "Loss: cross-entropy, or floored, the authors' log(softmax + 1e-4).",
+        "cross-entropy",
+        "floored",
+    )
 
     optimizer: str = _option("adam", "Optimiser: adam or sgd.", "adam", "sgd")
     lr: float = _option(1e-3, "Learning rate, the highest of the schedule.", above=0, below=1e100)
     momentum: float = _option(0.9, "Momentum of SGD.", low=0, below=1)
     nesterov: bool = _option(False, "Nesterov's momentum.")
-    weight_decay: float = _option(0.0, "ℓ2 on all but unweighted decoupled kernels, radii and learned parameters.", low=0, below=1e100)
+    weight_decay: float = _option(
+        0.0, "ℓ2 on all but unweighted decoupled kernels, radii and learned parameters.", low=0, below=1e100
+    )
     decay_kernels: bool = _option(True, "Whether ordinary convolutions, such as the plain network's, decay.")
     decay_shortcuts: bool = _option(True, "Whether the shortcuts of residual networks decay.")
-    schedule: str = _option("constant", "Learning rate: constant, step, plateau or onecycle.", "constant", "step", "plateau", "onecycle")
-    milestones: tuple[float, ...] = _option((), "Where the step schedule multiplies by gamma, as fractions of the run: 0.5,0.75.")
+    schedule: str = _option(
+        "constant", "Learning rate: constant, step, plateau or onecycle.", "constant", "step", "plateau", "onecycle"
+    )
+    milestones: tuple[float, ...] = _option(
+        (), "Where the step schedule multiplies by gamma, as fractions of the run: 0.5,0.75."
+    )
     gamma: float = _option(0.1, "Factor of the step and plateau schedules.", above=0, below=1e100)
-    patience: int = _option(5, "Epochs without a lower training error before the plateau schedule multiplies by gamma.", low=1)
-    threshold: float = _option(0.01, "Fraction by which the training error must fall to count as lower.", low=0, below=1)
+    patience: int = _option(
+        5, "Epochs without a lower training error before the plateau schedule multiplies by gamma.", low=1
+    )
+    threshold: float = _option(
+        0.01, "Fraction by which the training error must fall to count as lower.", low=0, below=1
+    )
     warmup: float = _option(0.25, "Fraction of the run in which the onecycle schedule rises.", low=0, below=1)
     clip: float | None = _option(None, "Largest norm of the gradient.", above=0)
-    ema: float | None = _option(None, "Decay of an exponential moving average of the weights, which is then what is evaluated.", above=0, below=1)
-    recalibrate: int = _option(10, "Training batches that running averages are estimated from for each evaluation; 0 for those of training.", low=0)
+    ema: float | None = _option(
+        None,
+        "Decay of an exponential moving average of the weights, which is then what is evaluated.",
+        above=0,
+        below=1,
+    )
+    recalibrate: int = _option(
+        10,
+        "Training batches that running averages are estimated from for each evaluation; 0 for those of training.",
+        low=0,
+    )
 
     plain_kernels: str = _option(
         "free",
@@ -75,15 +128,23 @@ class Recipe:
     )
     projection: int = _option(0, "Steps between projections of unweighted kernels to norm 1; 0 for never.", low=0)
     weighted_gradients: bool = _option(False, "Multiply the gradients of unweighted kernels by ‖w‖.")
-    orthogonality: float = _option(0.0, "Weight of the orthogonality penalty on unweighted kernels.", low=0, below=1e100)
+    orthogonality: float = _option(
+        0.0, "Weight of the orthogonality penalty on unweighted kernels.", low=0, below=1e100
+    )
     sync: bool = _option(False, "Take E{‖x‖} over the batches of all devices.")
 
-    adversarial: str = _option("none", "Adversarial training: none, fgsm, pgd or trades.", "none", "fgsm", "pgd", "trades")
-    adversarial_labels: str = _option("true", "Labels that adversarial images are made for: true, or predicted.", "true", "predicted")
+    adversarial: str = _option(
+        "none", "Adversarial training: none, fgsm, pgd or trades.", "none", "fgsm", "pgd", "trades"
+    )
+    adversarial_labels: str = _option(
+        "true", "Labels that adversarial images are made for: true, or predicted.", "true", "predicted"
+    )
     adversarial_eps: float = _option(8 / 255, "Largest change of a pixel in adversarial training.", low=0, high=1)
     adversarial_steps: int = _option(10, "Steps of pgd and trades.", low=1)
     adversarial_step: float = _option(2 / 255, "Their size.", low=0, high=1)
-    adversarial_share: float = _option(1.0, "Share of adversarial images in the loss of fgsm and pgd; the rest is the images' own.", low=0, high=1)
+    adversarial_share: float = _option(
+        1.0, "Share of adversarial images in the loss of fgsm and pgd; the rest is the images' own.", low=0, high=1
+    )
     trades_beta: float = _option(6.0, "Weight of the divergence in trades.", low=0)
 
     precision: str = _option("float32", "Arithmetic: float32, tf32, bf16 or fp16.", "float32", "tf32", "bf16", "fp16")
@@ -93,12 +154,20 @@ class Recipe:
     deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
     seed: int = _option(0, "Of weights, order of the images, and augmentation.", low=0, below=2**32)
     evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.", low=0)
-    save_every: int = _option(1000, "Steps between checkpoints; epochs end with one too, unless that took over a twentieth of the time.", low=1)
+    save_every: int = _option(
+        1000,
+        "Steps between checkpoints; epochs end with one too, unless that took over a twentieth of the time.",
+        low=1,
+    )
 
     def __post_init__(self) -> None:
         for entry in fields(self):
             value, possible = getattr(self, entry.name), entry.metadata["possible"]
-            allowed = typing.get_args(hints[entry.name]) if isinstance(hints[entry.name], types.UnionType) else (hints[entry.name],)
+            allowed = (
+                typing.get_args(hints[entry.name])
+                if isinstance(hints[entry.name], types.UnionType)
+                else (hints[entry.name],)
+            )
             if float in allowed and isinstance(value, int) and not isinstance(value, bool):
                 value = float(value)
                 object.__setattr__(self, entry.name, value)
@@ -110,9 +179,13 @@ class Recipe:
                 object.__setattr__(self, entry.name, value)
             kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise ValueError(f"recipe: {entry.name}={value!r} must be {' or '.join(getattr(k, '__name__', 'None') for k in kinds)}")
+                raise ValueError(
+                    f"recipe: {entry.name}={value!r} must be {' or '.join(getattr(k, '__name__', 'None') for k in kinds)}"
+                )
             if possible and ("none" if value is None else value) not in possible:
-                raise ValueError(f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: {', '.join(possible)}")
+                raise ValueError(
+                    f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: {', '.join(possible)}"
+                )
             limits = [(sign, limit) for sign, limit in entry.metadata["limits"].items() if limit is not None]
             if value is not None and not all(_COMPARED[sign](value, limit) for sign, limit in limits):
                 possible_values = " and ".join(f"{sign} {limit:g}" for sign, limit in limits)
@@ -124,15 +197,27 @@ class Recipe:
         plain, weighted = self.magnitude is None, self.weighting is not None
         decoupled = "is for decoupled layers, but magnitude=None asks for the plain network"
         for name, applies, why in (
-            ("milestones", bool(self.milestones) and self.schedule != "step", f"are for schedule='step', not {self.schedule!r}"),
+            (
+                "milestones",
+                bool(self.milestones) and self.schedule != "step",
+                f"are for schedule='step', not {self.schedule!r}",
+            ),
             ("schedule", self.schedule == "step" and not self.milestones, "needs milestones"),
             ("plain_kernels", self.plain_kernels == "projected" and not self.projection, "needs projection > 0"),
             ("nesterov", self.nesterov and self.optimizer != "sgd", "is for optimizer='sgd'"),
             ("weighting", plain and weighted, decoupled),
             ("radius", plain and self.radius != "learned", decoupled),
             ("sync", plain and self.sync, decoupled),
-            ("projection", weighted and self.projection > 0, f"is for unweighted kernels; with weighting={self.weighting!r} it must be 0"),
-            ("weighted_gradients", weighted and self.weighted_gradients, f"is for unweighted kernels, not for weighting={self.weighting!r}"),
+            (
+                "projection",
+                weighted and self.projection > 0,
+                f"is for unweighted kernels; with weighting={self.weighting!r} it must be 0",
+            ),
+            (
+                "weighted_gradients",
+                weighted and self.weighted_gradients,
+                f"is for unweighted kernels, not for weighting={self.weighting!r}",
+            ),
         ):
             if applies:
                 raise ValueError(f"recipe: {name}={getattr(self, name)!r} {why}")
@@ -143,9 +228,20 @@ class Recipe:
     @property
     def title(self) -> str:
         """A short name: data, network, operator."""
-        operator = "plain" if self.magnitude is None else "-".join(filter(None, (self.magnitude, self.angular, self.weighting)))
+        operator = (
+            "plain"
+            if self.magnitude is None
+            else "-".join(filter(None, (self.magnitude, self.angular, self.weighting)))
+        )
         data = self.data if ":" not in self.data else Path(self.data.split(":", 1)[1]).name
-        return "-".join((data, self.model, operator.replace(":", "_").replace("=", "").replace(",", "_").replace("/", "_"), f"seed{self.seed}"))
+        return "-".join(
+            (
+                data,
+                self.model,
+                operator.replace(":", "_").replace("=", "").replace(",", "_").replace("/", "_"),
+                f"seed{self.seed}",
+            )
+        )
 
 
 def _number(value: Any) -> Any:
@@ -154,7 +250,11 @@ def _number(value: Any) -> Any:
 
 def _pixels(name: str, value: float) -> str:
     """A question, where a change of a pixel was given in units of 1/255."""
-    return f"; did you mean {value:g}/255?" if name in ("adversarial_eps", "adversarial_step") and 1.0 < value <= 255.0 else ""
+    return (
+        f"; did you mean {value:g}/255?"
+        if name in ("adversarial_eps", "adversarial_step") and 1.0 < value <= 255.0
+        else ""
+    )
 
 
 hints = typing.get_type_hints(Recipe)
@@ -168,19 +268,60 @@ _PAPER: dict[str, Any] = {
     "orthogonality": 1e-5,
     "schedule": "step",
 }
-_CIFAR = _PAPER | {"augment": "crop+flip", "steps": 42_500, "milestones": (20_000 / 42_500, 30_000 / 42_500, 37_500 / 42_500)}
+_CIFAR = _PAPER | {
+    "augment": "crop+flip",
+    "steps": 42_500,
+    "milestones": (20_000 / 42_500, 30_000 / 42_500, 37_500 / 42_500),
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "paper-cifar": _CIFAR | {"data": "cifar100", "model": "cnn9"},
     "paper-cifar-sgd": _CIFAR | {"data": "cifar100", "model": "cnn9", "optimizer": "sgd", "lr": 0.1},
     "paper-imagenet": _PAPER
-    | {"data": "imagefolder:imagenet", "model": "resnet18", "optimizer": "sgd", "lr": 0.1, "batch": 40, "steps": 700_000, "weight_decay": 1e-4}
+    | {
+        "data": "imagefolder:imagenet",
+        "model": "resnet18",
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "batch": 40,
+        "steps": 700_000,
+        "weight_decay": 1e-4,
+    }
     | {"milestones": (200 / 700, 375 / 700, 550 / 700), "decay_shortcuts": False, "save_every": 5000},
-    "paper-adversarial": {"recalibrate": 0, "data": "cifar10", "model": "cnn9_narrow", "augment": "crop+flip", "epochs": 100.0}
+    "paper-adversarial": {
+        "recalibrate": 0,
+        "data": "cifar10",
+        "model": "cnn9_narrow",
+        "augment": "crop+flip",
+        "epochs": 100.0,
+    }
     | {"schedule": "step", "milestones": (0.5, 0.75, 0.9)},  # not "plateau": all networks are to be annealed alike
-    "fast-cifar": {"data": "cifar10", "model": "cnn9", "augment": "crop+flip", "optimizer": "sgd", "nesterov": True, "lr": 0.4, "batch": 512}
-    | {"epochs": 20.0, "schedule": "onecycle", "weight_decay": 5e-4, "label_smoothing": 0.1, "precision": "bf16", "channels_last": True}
+    "fast-cifar": {
+        "data": "cifar10",
+        "model": "cnn9",
+        "augment": "crop+flip",
+        "optimizer": "sgd",
+        "nesterov": True,
+        "lr": 0.4,
+        "batch": 512,
+    }
+    | {
+        "epochs": 20.0,
+        "schedule": "onecycle",
+        "weight_decay": 5e-4,
+        "label_smoothing": 0.1,
+        "precision": "bf16",
+        "channels_last": True,
+    }
     | {"evaluate_every": 0, "graphs": True},
-    "demo": {"data": "digits", "model": "cnn9_narrow", "norm": "batch", "epochs": 8.0, "batch": 64, "lr": 2e-3, "schedule": "onecycle"}
+    "demo": {
+        "data": "digits",
+        "model": "cnn9_narrow",
+        "norm": "batch",
+        "epochs": 8.0,
+        "batch": 64,
+        "lr": 2e-3,
+        "schedule": "onecycle",
+    }
     | {"augment": "crop", "pad": 1},
 }
 
@@ -188,7 +329,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 def make_recipe(name: str | None = None, **overrides: Any) -> Recipe:
     """The named recipe, with fields replaced; without a name the defaults. Giving `epochs` takes the place of the recipe's `steps`."""
     if name is not None and name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}.{nearest(name, RECIPES)} Known: {', '.join(RECIPES)}, or a JSON file")
+        raise ValueError(
+            f"unknown recipe {name!r}.{nearest(name, RECIPES)} Known: {', '.join(RECIPES)}, or a JSON file"
+        )
     return change(Recipe(**({} if name is None else RECIPES[name])), **overrides)
 
 

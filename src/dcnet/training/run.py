@@ -38,8 +38,13 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
         options["penultimate_norm"] = False
     if recipe.root_activation:
         options["root_activation"] = True
-    named: dict[str, Any] = {name: None if value == "none" else value for name, value in (("norm", recipe.norm), ("activation", recipe.activation))}
-    model = create_model(recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options)
+    named: dict[str, Any] = {
+        name: None if value == "none" else value
+        for name, value in (("norm", recipe.norm), ("activation", recipe.activation))
+    }
+    model = create_model(
+        recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options
+    )
     return normalize_ordinary_(model) if recipe.plain_kernels == "normalized" else model
 
 
@@ -61,7 +66,9 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not (self.folder / "recipe.json").is_file():
-            raise FileNotFoundError(f"{self.folder} is not a run folder: it has no recipe.json (looked at {self.folder.resolve()})")
+            raise FileNotFoundError(
+                f"{self.folder} is not a run folder: it has no recipe.json (looked at {self.folder.resolve()})"
+            )
         self.recipe = read_recipe(self.folder / "recipe.json")
 
     def __repr__(self) -> str:
@@ -88,7 +95,9 @@ class Run:
     def accuracy(self) -> float:
         """In percent, on the test set at the last epoch."""
         if self.result is None:
-            raise ValueError(f"{self.folder} is not finished; go on with: dcnet train --resume {quote(str(self.folder))}")
+            raise ValueError(
+                f"{self.folder} is not finished; go on with: dcnet train --resume {quote(str(self.folder))}"
+            )
         return self.result["accuracy"]
 
     @property
@@ -102,8 +111,12 @@ class Run:
             found = [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
-        if wrong := [number for number, entry in enumerate(found, 1) if not isinstance(entry, dict) or not set(entry) >= _EPOCH]:
-            raise ValueError(f"{path} is not what `dcnet train` writes: line {wrong[0]} lacks one of {', '.join(sorted(_EPOCH))}")
+        if wrong := [
+            number for number, entry in enumerate(found, 1) if not isinstance(entry, dict) or not set(entry) >= _EPOCH
+        ]:
+            raise ValueError(
+                f"{path} is not what `dcnet train` writes: line {wrong[0]} lacks one of {', '.join(sorted(_EPOCH))}"
+            )
         return found
 
     def keep_metrics(self, step: int) -> None:
@@ -132,7 +145,9 @@ class Run:
         """What `dcnet attack` found, one entry a call."""
         path = self.folder / "attacks.json"
         found = read_json(path) if path.is_file() else []
-        if not isinstance(found, list) or not all(isinstance(result, dict) and {"attacks", "transfer", "labels"} <= set(result) for result in found):
+        if not isinstance(found, list) or not all(
+            isinstance(result, dict) and {"attacks", "transfer", "labels"} <= set(result) for result in found
+        ):
             raise ValueError(f"{path} is not what `dcnet attack` writes; remove it, and attack again")
         return found
 
@@ -207,7 +222,9 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if metadata.get("format") != WEIGHTS:
-        raise ValueError(f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}")
+        raise ValueError(
+            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}"
+        )
     about = json.loads(metadata["about"])
     model = build_model(recorded(about["recipe"]), about["shape"])
     try:

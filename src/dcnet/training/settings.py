@@ -36,7 +36,10 @@ def settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     cuda = device.type == "cuda"
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic)
-    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     cudnn.benchmark, cudnn.deterministic = cuda and not recipe.deterministic, recipe.deterministic
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS is not

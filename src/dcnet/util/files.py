@@ -41,7 +41,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     """Write the value as JSON, as `write_atomically` does. Bytes of a file's name that are not UTF-8 become the escapes that JSON has."""
-    write_atomically(path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+    write_atomically(
+        path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    )
 
 
 def append_line(path: Path, line: str) -> None:

@@ -62,7 +62,9 @@ def _locked_file(path: Path, folder: Path) -> int:
             raise _in_use(folder, holder) from None
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                warnings.warn(f"the file system of {folder} has no locks: nothing keeps a second process out of it", stacklevel=4)
+                warnings.warn(
+                    f"the file system of {folder} has no locks: nothing keeps a second process out of it", stacklevel=4
+                )
                 return handle
             os.close(handle)
             raise

@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcnet.ops.fused.call import BACKWARD, Call
-from dcnet.ops.fused.fast import Memory
 from dcnet.ops.fused.forward import rho_and_learned
-from dcnet.ops.fused.launch import like
+from dcnet.ops.fused.launcher import Memory
+from dcnet.ops.fused.layout import like
 from dcnet.ops.fused.operands import GIVEN, OF_RANKS, Gradients, Kept, Operands
 from dcnet.ops.mean_norm import distributed
 
-_OF_MEAN, _OF_W_NORM, _GRAD_X, _GRAD_UNIT, _GRAD_WEIGHT = map(BACKWARD.index, ("of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"))
+_OF_MEAN, _OF_W_NORM, _GRAD_X, _GRAD_UNIT, _GRAD_WEIGHT = map(
+    BACKWARD.index, ("of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight")
+)
 
 
 def backward(
@@ -50,7 +52,25 @@ def backward(
     e = call.ordered(e)
     if of_left is not None and of_left.stride()[1:] != norms.stride():
         of_left = of_left[0].contiguous()  # the maps are summed up, so that their gradients are all the same
-    memory = Memory([x, weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope, e, of_left, out, dot, norms, unit, vectors, *results])
+    memory = Memory(
+        [
+            x,
+            weight,
+            t.bias,
+            t.radius,
+            t.mean_norm,
+            t.learned,
+            t.slope,
+            e,
+            of_left,
+            out,
+            dot,
+            norms,
+            unit,
+            vectors,
+            *results,
+        ]
+    )
     if call.has_output:
         for launcher in launchers.epilogue:
             launcher(memory)
@@ -62,7 +82,9 @@ def backward(
 
     if o.stride:
         shape = (o.stride, o.padding, o.dilation, False, [0] * len(o.stride), o.groups)
-        grad_x, grad_unit, _ = torch.ops.aten.convolution_backward.default(grad_d, x, unit, None, *shape, (want_x, want_weight, False))
+        grad_x, grad_unit, _ = torch.ops.aten.convolution_backward.default(
+            grad_d, x, unit, None, *shape, (want_x, want_weight, False)
+        )
     else:
         grad_x = grad_d @ unit if want_x else None
         grad_unit = grad_d.t() @ x if want_weight else None
@@ -81,7 +103,9 @@ def backward(
         memory.put(_GRAD_UNIT, like(grad_unit, weight))
         call.normalise_backward(memory)
     mean_at = call.epilogue_plan.mean_at
-    of_mean = scratch[mean_at : mean_at + o.groups * call.epilogue_plan.mean_parts].clone() if o.mean_kind == GIVEN else None
+    of_mean = (
+        scratch[mean_at : mean_at + o.groups * call.epilogue_plan.mean_parts].clone() if o.mean_kind == GIVEN else None
+    )
     return Gradients(grad_x, products, grad_weight, of_vectors, of_mean, behind)
 
 

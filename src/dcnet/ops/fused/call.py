@@ -10,19 +10,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcnet.ops.fused.fast import Launcher, Place
-from dcnet.ops.fused.launch import NormPlan, dense, energy_maps, kernel_launchers
-from dcnet.ops.fused.operands import ALONE, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Operands, Options, places, vector_places
+from dcnet.ops.fused.launcher import Launcher, Place
+from dcnet.ops.fused.layout import NormPlan, dense, energy_maps, kernel_launchers
+from dcnet.ops.fused.operands import (
+    ALONE,
+    GIVEN,
+    NO_MEAN,
+    OF_BATCH,
+    OF_RANKS,
+    STATISTICS,
+    Operands,
+    Options,
+    places,
+    vector_places,
+)
 from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan, operator_named
 
 READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
 
 # The slots of a call's memory, in the order in which `forward` and `backward` fill them
-FORWARD = (*Operands._fields, "batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out")
+FORWARD = (
+    *Operands._fields,
+    "batches",
+    "running_norm",
+    "mean_batches",
+    "vectors",
+    "unit",
+    "norms",
+    "scratch",
+    "left",
+    "dot",
+    "out",
+)
 BACKWARD = (
     *READ_BY_BACKWARD,
     *("e", "of_left", "out", "dot", "norms", "unit", "vectors"),
-    *("grad_d", "of_vectors", "behind", "scratch", "products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
+    *(
+        "grad_d",
+        "of_vectors",
+        "behind",
+        "scratch",
+        "products",
+        "of_mean",
+        "of_w_norm",
+        "grad_x",
+        "grad_unit",
+        "grad_weight",
+    ),
 )
 
 
@@ -31,7 +65,9 @@ def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
     if not options.stride:  # no dimensions: a linear map
         return x @ unit.t()
     zeros = (0,) * len(options.stride)
-    return torch.convolution(x, unit, None, options.stride, options.padding, options.dilation, False, zeros, options.groups)
+    return torch.convolution(
+        x, unit, None, options.stride, options.padding, options.dilation, False, zeros, options.groups
+    )
 
 
 class Backward(NamedTuple):
@@ -50,11 +86,20 @@ class Call:
         self.options = o
         self.operator = operator_named(o.magnitude, o.angular, o.weighting)
         self.kernels, self.stride, self.has_output = dot.shape[1], dot.stride(), dot.numel() > 0
-        self.norm_plan = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o.stride, o.padding, o.dilation, o.groups)
+        self.norm_plan = NormPlan(
+            t.x.shape, t.x.stride(), t.weight.shape[2:], o.stride, o.padding, o.dilation, o.groups
+        )
         self.has_norms = self.norm_plan.count > 0
-        there = (o.weighting in ("linear", "separate"), o.weighting == "joint", t.radius is not None, t.bias is not None)
+        there = (
+            o.weighting in ("linear", "separate"),
+            o.weighting == "joint",
+            t.radius is not None,
+            t.bias is not None,
+        )
         mean = o.mean_kind != NO_MEAN
-        self.epilogue_plan = Plan(dot.shape, dot.stride(), dot.dtype, dot.device, o.groups, self.operator, there, o.radius_kind, mean)
+        self.epilogue_plan = Plan(
+            dot.shape, dot.stride(), dot.dtype, dot.device, o.groups, self.operator, there, o.radius_kind, mean
+        )
         self.at = places(self.kernels, o.groups, o.mean_kind, o.follows, o.weighting)
         self.of_vectors = vector_places(t, o)
         self.scratch = self.norm_plan.scratch + 2 * self.epilogue_plan.programs * self.kernels
@@ -79,11 +124,17 @@ class Call:
         )
         energy, sums = (place("energy" if self.maps else "scratch"), 0), (place("scratch"), self.norm_plan.energies)
         self.energies = self.norm_plan.energies_launcher([(place("x"), 0), energy])
-        self.box = self.norm_plan.box_launcher([(place("norms"), 0), energy, sums], o.eps, self.maps or 1, o.mean_kind == OF_BATCH)
+        self.box = self.norm_plan.box_launcher(
+            [(place("norms"), 0), energy, sums], o.eps, self.maps or 1, o.mean_kind == OF_BATCH
+        )
 
     def ordered(self, dot: Tensor) -> Tensor:
         """An output in the order that is expected."""
-        return dot if dot.stride() == self.stride else torch.empty_strided(dot.shape, self.stride, dtype=dot.dtype, device=dot.device).copy_(dot)
+        return (
+            dot
+            if dot.stride() == self.stride
+            else torch.empty_strided(dot.shape, self.stride, dtype=dot.dtype, device=dot.device).copy_(dot)
+        )
 
     def _operand(self, slots: tuple[str, ...], name: str, there: bool | None = None) -> Place:
         """Where an operand is; kernels get something else in place of one that is not there, and do not look at it."""
@@ -91,7 +142,11 @@ class Call:
 
     def _mean(self, slots: tuple[str, ...]) -> Place:
         given = self.options.mean_kind == GIVEN
-        return (slots.index("mean_norm"), 0) if given else (slots.index("vectors"), 0 if self.options.mean_kind == NO_MEAN else self.at.mean)
+        return (
+            (slots.index("mean_norm"), 0)
+            if given
+            else (slots.index("vectors"), 0 if self.options.mean_kind == NO_MEAN else self.at.mean)
+        )
 
     def _vectors(self, slots: tuple[str, ...]) -> list[Place]:
         """Factor, gain, mean and norm. ‖w‖ comes first among the vectors: "linear" has it as factor, "joint" as gain."""
@@ -111,7 +166,10 @@ class Call:
         names = ("residual", "radius", "bias", "learned", "slope", "gamma", "beta", "running_mean", "running_var")
         table = [(FORWARD.index(name), 0) for name in ("dot", "norms", "out", "left" if o.leaves else "dot")]
         table += [self._operand(FORWARD, name) for name in names]
-        table += [self._operand(FORWARD, "batches", moves), *[self._operand(FORWARD, name, track > 0) for name in ("running_norm", "mean_batches")]]
+        table += [
+            self._operand(FORWARD, "batches", moves),
+            *[self._operand(FORWARD, name, track > 0) for name in ("running_norm", "mean_batches")],
+        ]
         table += [*self._vectors(FORWARD), (scratch, plan.scratch), (scratch, plan.energies)]
         floats = (float(how.count), how.count / max(1.0, how.count - 1.0), o.norm_eps, float(plan.count))
         flags = ForwardFlags(plan.programs, o.groups == 1, 2 if o.mean_kind == OF_BATCH else int(how.mean), track)
@@ -144,21 +202,55 @@ class Call:
         scratch, activation, follows, slope = back("scratch"), o.activation, o.follows != ALONE, o.activation == 2
         dot, sums = (back("dot"), 0), (scratch, how.sums_at)
         of_norm = (back("of_vectors"), self.of_vectors.beta.start)
-        vectors = [self._operand(BACKWARD, name) for name in ("radius", "bias", "learned", "slope")] + self._vectors(BACKWARD)
+        vectors = [self._operand(BACKWARD, name) for name in ("radius", "bias", "learned", "slope")] + self._vectors(
+            BACKWARD
+        )
         rest = [*vectors, (scratch, how.norms_at), (scratch, how.reduced_at), of_norm]
         epilogue, e = [], (back("e"), 0)
         norms, of_left = (back("norms"), 0), (back("of_left"), 0) if energy else dot
         if follows:
-            flags = GradientFlags(affine=True, residual=behind, activation=activation, reduce=True, centred=False, energy=energy, slope=slope)
-            maps = [dot, norms, e, of_left, (back("out"), 0) if behind else dot, dot, (back("behind"), 0) if behind else dot]
+            flags = GradientFlags(
+                affine=True,
+                residual=behind,
+                activation=activation,
+                reduce=True,
+                centred=False,
+                energy=energy,
+                slope=slope,
+            )
+            maps = [
+                dot,
+                norms,
+                e,
+                of_left,
+                (back("out"), 0) if behind else dot,
+                dot,
+                (back("behind"), 0) if behind else dot,
+            ]
             epilogue.append(how.backward_launcher([*maps, *rest, (scratch, how.reduced_at)], flags))
             if behind:
                 e, activation, energy = (back("behind"), 0), 0, False
         centred = o.follows == STATISTICS
-        flags = GradientFlags(affine=follows, residual=False, activation=activation, reduce=False, centred=centred, energy=energy, slope=slope)
-        epilogue.append(how.backward_launcher([dot, norms, e, of_left, dot, (back("grad_d"), 0), dot, *rest, sums], flags))
+        flags = GradientFlags(
+            affine=follows,
+            residual=False,
+            activation=activation,
+            reduce=False,
+            centred=centred,
+            energy=energy,
+            slope=slope,
+        )
+        epilogue.append(
+            how.backward_launcher([dot, norms, e, of_left, dot, (back("grad_d"), 0), dot, *rest, sums], flags)
+        )
         if how.rows:
-            table = [self._operand(BACKWARD, "radius"), sums, self._mean(BACKWARD), (back("of_vectors"), 0), (scratch, how.mean_at)]
+            table = [
+                self._operand(BACKWARD, "radius"),
+                sums,
+                self._mean(BACKWARD),
+                (back("of_vectors"), 0),
+                (scratch, how.mean_at),
+            ]
             epilogue.append(how.vector_gradients_launcher(table))
 
         of_norms, products = (scratch, how.norms_at), (scratch, how.scratch) if add else (back("products"), 0)
@@ -167,7 +259,9 @@ class Call:
             of_mean, parts, share = (scratch, how.mean_at), how.mean_parts, 1.0 / max(1, self.norm_plan.count)
         elif o.mean_kind == OF_RANKS:
             of_mean, parts, share = (back("of_mean"), 0), 1, 1.0
-        box = self.norm_plan.box_gradient_launcher([norms, of_norms, of_mean, products], how.kernel_blocks, parts, share)
+        box = self.norm_plan.box_gradient_launcher(
+            [norms, of_norms, of_mean, products], how.kernel_blocks, parts, share
+        )
         product = self.norm_plan.product_launcher([(back("grad_x"), 0), (back("x"), 0), products])
         return Backward(epilogue, box, product, how.scratch + (self.norm_plan.energies if add else 0))
 
@@ -186,7 +280,9 @@ def call_of(t: Operands, o: Options, dot: Tensor | None = None) -> Call:
     kinds = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in t]
     key = (o, x.shape, x.stride(), weight.shape, weight.stride(), 0 if t.energy is None else t.energy.shape[0], *kinds)
     found = _CALLS.get(key)
-    if found is None or found.operator is not operator_named(o.magnitude, o.angular, o.weighting):  # whose formulas may be others by now
+    if found is None or found.operator is not operator_named(
+        o.magnitude, o.angular, o.weighting
+    ):  # whose formulas may be others by now
         for tensor, name in zip(t, Operands._fields, strict=True):
             if tensor is not None and tensor.device != x.device:  # kernels read whatever address they are given
                 raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")

@@ -4,14 +4,25 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.eager import inner_product_kernel
-from dcnet.ops.finish import ACTIVATIONS, NOTHING, Finish
 from dcnet.ops.fused.function import decoupled
-from dcnet.ops.fused.launch import dense, energy_maps, on_device
-from dcnet.ops.fused.operands import ALONE, AVERAGES, GIVEN, NO_MEAN, OF_BATCH, OF_RANKS, STATISTICS, Effects, Operands, Options
+from dcnet.ops.fused.layout import dense, energy_maps, on_device
+from dcnet.ops.fused.operands import (
+    ALONE,
+    AVERAGES,
+    GIVEN,
+    NO_MEAN,
+    OF_BATCH,
+    OF_RANKS,
+    STATISTICS,
+    Effects,
+    Operands,
+    Options,
+)
 from dcnet.ops.fused.unit import unit_kernel
 from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
+from dcnet.ops.post_ops import ACTIVATIONS, NOTHING, Finish
 
 
 def decouple(inputs: Inputs) -> Tensor:
@@ -21,7 +32,12 @@ def decouple(inputs: Inputs) -> Tensor:
         y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
         return y if finish is None else finish.apply(y)
     # PReLU behind a residual would need the sum's sign, which the output does not tell when its slope is negative
-    if finish is None or not finish.normalise or inputs.x.shape[0] == 0 or (finish.residual is not None and finish.activation == "prelu"):
+    if (
+        finish is None
+        or not finish.normalise
+        or inputs.x.shape[0] == 0
+        or (finish.residual is not None and finish.activation == "prelu")
+    ):
         y = _decouple(inputs, NOTHING if finish is None else NOTHING._replace(carry=finish.carry), ALONE)
         return y if finish is None else finish.apply(y)
     return _decouple(inputs, finish, STATISTICS if finish.training else AVERAGES)
@@ -70,10 +86,33 @@ def _decouple(inputs: Inputs, finish: Finish, follows: int) -> Tensor:
     if energy is not None and (where.groups > 1 or energy.requires_grad != x.requires_grad):
         energy = None  # gradients reach x by another way, as in a checkpoint's first forward pass
     leaves = carry is not None and carry.wanted and follows != ALONE and energy_maps(weight.shape[0], where.groups) > 0
-    options = Options(*geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names, leaves)
-    bias, radius, gamma, beta = _dense_vector(inputs.bias), _dense_vector(radius), _dense_vector(finish.gamma), _dense_vector(finish.beta)
-    operands = Operands(x, weight, bias, radius, given, learned, gamma, beta, finish.running_mean, finish.running_var, residual, slope, energy)
-    out, left = decoupled(operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked))
+    options = Options(
+        *geometry, inputs.eps, radius_kind, mean_kind, follows, finish.eps, activation, *operator.names, leaves
+    )
+    bias, radius, gamma, beta = (
+        _dense_vector(inputs.bias),
+        _dense_vector(radius),
+        _dense_vector(finish.gamma),
+        _dense_vector(finish.beta),
+    )
+    operands = Operands(
+        x,
+        weight,
+        bias,
+        radius,
+        given,
+        learned,
+        gamma,
+        beta,
+        finish.running_mean,
+        finish.running_var,
+        residual,
+        slope,
+        energy,
+    )
+    out, left = decoupled(
+        operands, options, Effects(tracked, finish.momentum, finish.batches) if moves else Effects(tracked)
+    )
     if carry is not None:
         carry.left, carry.left_of = left, out
     return out

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dcnet.formulas import Choice, Formula
-from dcnet.ops.fused import m, m_half
+from dcnet.ops.fused import triton_math, triton_math16
 
 MOST_PARAMETERS = 3  # of one formula, in a kernel
 
@@ -20,7 +20,12 @@ def jit(formula: Formula, half: bool) -> Any:
     plain = formula.function
     assert isinstance(plain, FunctionType)
     # tl is for the interpreter, which wants to see it in every function
-    bound = FunctionType(plain.__code__, {**plain.__globals__, "m": m_half if half else m, "tl": tl}, plain.__name__, plain.__defaults__)
+    bound = FunctionType(
+        plain.__code__,
+        {**plain.__globals__, "m": triton_math16 if half else triton_math, "tl": tl},
+        plain.__name__,
+        plain.__defaults__,
+    )
     bound.__module__ = plain.__module__
     function = triton.jit(bound)
     if isinstance(function, triton.JITFunction):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcnet.ops.fused.call import FORWARD, Call, convolution
-from dcnet.ops.fused.fast import Memory
+from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.operands import OF_BATCH, OF_RANKS, Effects, Kept, Operands
 from dcnet.ops.mean_norm import BatchMean, distributed, recomputing
 
@@ -48,7 +48,9 @@ def forward(call: Call, t: Operands, effects: Effects, keep: bool = True) -> tup
         _mean_over_ranks(norms, vectors[call.at.mean : call.at.mean + o.groups + 1], call.norm_plan.count, tracked)
     if o.weighting == "separate":
         h = call.operator.magnitude_one(vectors[: call.kernels], *rho_and_learned(call, t))[0]
-        torch.mul(h, call.operator.magnitude.value("alpha", 1.0), out=vectors[call.at.factor : call.at.factor + call.kernels])
+        torch.mul(
+            h, call.operator.magnitude.value("alpha", 1.0), out=vectors[call.at.factor : call.at.factor + call.kernels]
+        )
     if t.residual is not None and t.residual.stride() != call.stride:
         memory.put(_RESIDUAL, call.ordered(t.residual))
     if call.has_output:

@@ -104,7 +104,19 @@ def forward(
     ch = g * K + k
     writes = tl.program_id(0) == 0
     average = mean_norm(
-        mean, norm_sums, running_norm, mean_batches, mean_count, mean_momentum, mean_parts, g, writes & (kernel_block == 0), MEAN, TRACK, TALLY, 1024
+        mean,
+        norm_sums,
+        running_norm,
+        mean_batches,
+        mean_count,
+        mean_momentum,
+        mean_parts,
+        g,
+        writes & (kernel_block == 0),
+        MEAN,
+        TRACK,
+        TALLY,
+        1024,
     )
     rho = patch_radius(radius, average, RADIUS, FLOOR, MEAN > 0, ch, in_k)
     t = vector(gain, HAS_GAIN, ch, in_k, 1.0)
@@ -150,7 +162,9 @@ def forward(
         sum_yy = tl.zeros((BP, BK), tl.float32)
     offsets = p[:, None] * d_p + k[None, :] * d_k
     for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        tile = tiles - 1 - step if STATISTICS else step  # from behind: what the convolution wrote last is still in the cache
+        tile = (
+            tiles - 1 - step if STATISTICS else step
+        )  # from behind: what the convolution wrote last is still in the cache
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
         in_p = block * BP + p < P

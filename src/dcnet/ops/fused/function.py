@@ -11,7 +11,7 @@ from torch import Tensor
 from dcnet.ops.fused.backward import backward
 from dcnet.ops.fused.call import call_of
 from dcnet.ops.fused.forward import forward
-from dcnet.ops.fused.launch import elsewhere
+from dcnet.ops.fused.layout import elsewhere
 from dcnet.ops.fused.library import in_graph
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.operands import Effects, Kept, Operands, Options, arrived, operand_gradients, wanted_output
@@ -23,7 +23,9 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any,
     dot, norms, unit, vectors, out, x, weight, bias, radius, mean_norm, learned, slope = ctx.saved_tensors
     e, out = arrived(e, of_left, out, dot, call.options)
     t = Operands(x, weight, bias, radius, mean_norm, learned, None, None, None, None, None, slope, None)
-    gradients = backward(call, e, of_left, t, Kept(dot, norms, unit, vectors), out, wanted[0], wanted[1], add=call.maps == 0)
+    gradients = backward(
+        call, e, of_left, t, Kept(dot, norms, unit, vectors), out, wanted[0], wanted[1], add=call.maps == 0
+    )
     return None, None, *operand_gradients(gradients, e, call.of_vectors, t, call.options, wanted, call.maps)
 
 
@@ -35,7 +37,9 @@ class _Eager(torch.autograd.Function):
         out, left, kept = forward(call, t, effects)
         if left is not None:
             ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept, wanted_output(out, t, options), t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope)
+        ctx.save_for_backward(
+            *kept, wanted_output(out, t, options), t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope
+        )
         return out, left
 
     backward = staticmethod(_gradients)
@@ -49,7 +53,9 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[T
     """The output, and its energy if that is to be left."""
     x, weight = operands[:2]
     differentiable = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or any(tensor is not None and tensor.requires_grad for tensor in operands)
+        x.requires_grad
+        or weight.requires_grad
+        or any(tensor is not None and tensor.requires_grad for tensor in operands)
     )
     if torch.compiler.is_compiling():
         return in_graph(operands, options, effects, differentiable)

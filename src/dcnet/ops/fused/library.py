@@ -13,7 +13,7 @@ from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 from dcnet.ops.fused.backward import backward
 from dcnet.ops.fused.call import READ_BY_BACKWARD, call_of, convolution
 from dcnet.ops.fused.forward import forward
-from dcnet.ops.fused.launch import energy_maps, on_device
+from dcnet.ops.fused.layout import energy_maps, on_device
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.operands import (
     GIVEN,
@@ -53,7 +53,11 @@ def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) ->
         out, left = torch.ops.dcnet.decoupled_inference(*t, *options)
     else:
         tracked, momentum, batches = effects
-        mean = (None, None, None) if tracked is None else (tracked.running_norm, tracked.num_batches_tracked, tracked.momentum)
+        mean = (
+            (None, None, None)
+            if tracked is None
+            else (tracked.running_norm, tracked.num_batches_tracked, tracked.momentum)
+        )
         norm = (None, None) if momentum is None else (t.running_mean, t.running_var)
         if momentum is not None:
             t = t._replace(running_mean=None, running_var=None)
@@ -69,7 +73,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     running_norm, mean_batches, mean_momentum, moving_mean, moving_var, batches, momentum = arguments[TENSORS:-OPTIONS]
     if momentum is not None:
         t = t._replace(running_mean=moving_mean, running_var=moving_var)
-    tracked = None if running_norm is None else BatchMean(running_norm, mean_batches, mean_momentum, o.mean_kind == OF_RANKS)
+    tracked = (
+        None if running_norm is None else BatchMean(running_norm, mean_batches, mean_momentum, o.mean_kind == OF_RANKS)
+    )
     with on_device(t.x):
         out, left, kept = forward(call_of(t, o), t, Effects(tracked, momentum, batches))
     return out, kept.vectors.new_empty(0) if left is None else left, *kept
@@ -96,16 +102,25 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(dot), left, dot, norms, unit, norms.new_empty(size)
 
 
-def _backward(e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(
+    e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
         gradients = backward(call_of(t, o, kept.dot), e, of_left, t, kept, out, want_x, want_weight, add=False)
     single = {"products", "mean"}  # float32, whatever the gradient is
     found = zip(Gradients._fields, gradients, strict=True)
-    return tuple([(kept.vectors if name in single else e).new_empty(0) if gradient is None else gradient for name, gradient in found])
+    return tuple(
+        [
+            (kept.vectors if name in single else e).new_empty(0) if gradient is None else gradient
+            for name, gradient in found
+        ]
+    )
 
 
-def _backward_fake(e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward_fake(
+    e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any
+) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     parts = Plan.parts(t.weight.shape[0] // o.groups)
     return (
@@ -163,7 +178,9 @@ def _below_autograd(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _with_gradient(*arguments: Any) -> tuple[Tensor, ...]:
-    wanted = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments[:TENSORS])
+    wanted = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in arguments[:TENSORS]
+    )
     return (_Traced.apply if wanted else _below_autograd)(*arguments)
 
 
@@ -192,13 +209,17 @@ _LIBRARY.impl("decoupled", _with_gradient, "Autograd")
 # -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer ----------------------------
 
 
-@register_flop_formula([torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled_forward, torch.ops.dcnet.decoupled_inference])
+@register_flop_formula(
+    [torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled_forward, torch.ops.dcnet.decoupled_inference]
+)
 def _flops(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
     return conv_flop_count(x, weight, out_shape[0])
 
 
 @register_flop_formula(torch.ops.dcnet.decoupled_backward)
-def _backward_flops(e: Any, of_left: Any, out: Any, want_x: bool, want_weight: bool, x: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(
+    e: Any, of_left: Any, out: Any, want_x: bool, want_weight: bool, x: Any, weight: Any, *_: Any, **__: Any
+) -> int:
     def turned(shape: Any) -> list[int]:
         return [shape[1], shape[0], *shape[2:]]
 

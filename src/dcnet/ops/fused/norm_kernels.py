@@ -61,7 +61,9 @@ def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr
     total = tl.zeros((BP,), tl.float32)
     for first in range(0, C, BC):
         c = first + tl.arange(0, BC)
-        x = tl.load(base + p[:, None] * x_p + c[None, :] * x_c, mask=in_p[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(base + p[:, None] * x_p + c[None, :] * x_c, mask=in_p[:, None] & (c < C)[None, :], other=0.0).to(
+            tl.float32
+        )
         total += tl.sum(x * x, 1)
     tl.store(q_ptr + (b * groups + g).to(tl.int64) * P + start + p, 0.5 * total, mask=in_p)
 
@@ -206,7 +208,9 @@ def box_backward(
 
 
 @triton.jit
-def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
+def add_product(
+    grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr
+):
     """grad += x·t in place, t (batch, groups, positions)."""
     pid = tl.program_id(0)
     block = pid % blocks

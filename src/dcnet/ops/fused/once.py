@@ -29,7 +29,9 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
             return backward(ctx, *incoming)
         with torch.no_grad():
             gradients = backward(ctx, *incoming)
-        depend_on = [tensor for tensor in (*incoming, *ctx.saved_tensors) if tensor is not None and tensor.requires_grad]
+        depend_on = [
+            tensor for tensor in (*incoming, *ctx.saved_tensors) if tensor is not None and tensor.requires_grad
+        ]
         present = [gradient for gradient in gradients if gradient is not None]
         tied = iter(_Once.apply(len(present), *present, *depend_on))
         return tuple([None if gradient is None else next(tied) for gradient in gradients])

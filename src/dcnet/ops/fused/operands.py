@@ -9,11 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcnet.ops.fused.fast import aligned
+from dcnet.ops.fused.launcher import aligned
 from dcnet.ops.mean_norm import BatchMean
 
-NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)  # what multiplies ρ: nothing, a tensor, E{‖x‖} of this batch, or of all ranks' batches
-ALONE, AVERAGES, STATISTICS = range(3)  # what follows: no BatchNorm, one with its running averages, one with this batch's statistics
+NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(
+    4
+)  # what multiplies ρ: nothing, a tensor, E{‖x‖} of this batch, or of all ranks' batches
+ALONE, AVERAGES, STATISTICS = range(
+    3
+)  # what follows: no BatchNorm, one with its running averages, one with this batch's statistics
 
 
 class Options(NamedTuple):
@@ -106,7 +110,9 @@ class Gradients(NamedTuple):
     """The gradients in the operands; None for those that are not wanted, or not there (a registered operator gives empty ones)."""
 
     x: Tensor | None
-    products: Tensor | None  # (N, groups, …): the gradient in x's energy; times x it is still to be added to the one in x, if it has not been
+    products: (
+        Tensor | None
+    )  # (N, groups, …): the gradient in x's energy; times x it is still to be added to the one in x, if it has not been
     weight: Tensor | None
     vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned; BatchNorm's: `vector_places`
     mean: Tensor | None  # of a given one: (groups, parts), to be added up
@@ -127,11 +133,18 @@ class VectorPlaces(NamedTuple):
 
 def vector_places(t: Operands, o: Options) -> VectorPlaces:
     """The places of the vectors' gradients."""
-    rows = [int(bool(o.weighting)), int(t.radius is not None), int(t.bias is not None), 0 if t.learned is None else t.learned.shape[0]]
+    rows = [
+        int(bool(o.weighting)),
+        int(t.radius is not None),
+        int(t.bias is not None),
+        0 if t.learned is None else t.learned.shape[0],
+    ]
     kernels, norm = t.weight.shape[0], int(o.follows != ALONE)
     ends = [end * kernels for end in accumulate(rows, initial=0)]
     start = aligned(ends[-1])  # BatchNorm's are written by another kernel
-    ends_of_norm = [start + end * kernels for end in accumulate((norm, norm, int(norm and o.activation == 2)), initial=0)]
+    ends_of_norm = [
+        start + end * kernels for end in accumulate((norm, norm, int(norm and o.activation == 2)), initial=0)
+    ]
     return VectorPlaces(*starmap(slice, [*pairwise(ends), *pairwise(ends_of_norm)]))
 
 
@@ -140,7 +153,9 @@ def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
     return out if t.residual is not None and (o.activation != 0 or o.leaves) else None
 
 
-def arrived(e: Tensor | None, of_left: Tensor | None, out: Tensor | None, dot: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
+def arrived(
+    e: Tensor | None, of_left: Tensor | None, out: Tensor | None, dot: Tensor, o: Options
+) -> tuple[Tensor, Tensor | None]:
     """The gradient that came in for the output, zeros if none came; and the output, if the gradient in front of a residual depends on it."""
     depends = o.activation != 0 or of_left is not None
     return torch.zeros_like(dot) if e is None else e, out if depends else None
@@ -165,5 +180,7 @@ def operand_gradients(
         None,
         (e if gradients.residual is None else gradients.residual) if residual else None,
         vectors[places.slope] if slope else None,
-        gradients.products.expand(maps, *gradients.products.shape) if energy and gradients.products is not None else None,
+        gradients.products.expand(maps, *gradients.products.shape)
+        if energy and gradients.products is not None
+        else None,
     )

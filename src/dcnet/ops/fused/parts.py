@@ -103,5 +103,9 @@ def total(sums, row, ROWS: tl.constexpr, channels, programs, ch, inside, BR: tl.
     sum = tl.zeros((BR, BC), tl.float32)
     for first in range(0, programs, BR):
         r = first + tl.arange(0, BR)
-        sum += tl.load(sums + (r[:, None] * ROWS + row) * channels + ch[None, :], mask=(r < programs)[:, None] & inside[None, :], other=0.0)
+        sum += tl.load(
+            sums + (r[:, None] * ROWS + row) * channels + ch[None, :],
+            mask=(r < programs)[:, None] & inside[None, :],
+            other=0.0,
+        )
     return tl.sum(sum, 0)[None, :]

@@ -8,13 +8,18 @@ import torch
 import triton
 
 from dcnet.formulas import Choice, angulars, magnitudes
-from dcnet.ops.fused import formulas, forward_kernel, gradient_kernel, statistics
-from dcnet.ops.fused.fast import Launcher, Place, aligned
-from dcnet.ops.fused.launch import Sizes, View, cdiv
+from dcnet.ops.fused import backward_kernel, formulas, forward_kernel, statistics
+from dcnet.ops.fused.launcher import Launcher, Place, aligned
+from dcnet.ops.fused.layout import Sizes, View, cdiv
 from dcnet.ops.inputs import RADIUS_FLOOR
 from dcnet.ops.operator import Operator, make_operator
 
-PROGRAMS, STAGES, TILE, WARPS = 3, 3, 2048, 4  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
+PROGRAMS, STAGES, TILE, WARPS = (
+    3,
+    3,
+    2048,
+    4,
+)  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
 _SUMMED = 8192  # numbers of other programs added up at once
 _CHANNELS = 16  # of a program of `vector_gradients`
 
@@ -78,7 +83,9 @@ class Plan:
         position_blocks = cdiv(view.positions, bp)
         self.tiles = view.batch * position_blocks
         # Programs share the tiles: enough of them to fill the device, few enough to add up what they leave.
-        wanted = PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        wanted = (
+            PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+        )
         self.programs = max(1, min(self.tiles, cdiv(wanted, self.columns)))
 
         h, g = operator.magnitude, operator.angular
@@ -95,7 +102,18 @@ class Plan:
         even = view.positions % bp == 0 and view.kernels % bk == 0
         br = max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk))
         tile = (bp, bk, br, even, STAGES)
-        self._arguments = (*sizes, *view.strides, *view.norm_strides, *of_h, *of_g, *self.radius, factor, gain, bias, *tile)
+        self._arguments = (
+            *sizes,
+            *view.strides,
+            *view.norm_strides,
+            *of_h,
+            *of_g,
+            *self.radius,
+            factor,
+            gain,
+            bias,
+            *tile,
+        )
         # where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none
         places = (*_places(h, 2 + h.formula.has_radius), *_places(g, 2), len(h.learned))
         self.norms = view.batch * groups * view.positions
@@ -106,20 +124,30 @@ class Plan:
         self._small = (min(triton.next_power_of_2(self.programs), 256), _CHANNELS)
         self.mean_parts = self.parts(view.kernels)
         # Backward's scratch: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms.
-        sizes_of = (3 * self.programs * self.channels, self.programs * self.rows * self.channels, groups * self.mean_parts)
+        sizes_of = (
+            3 * self.programs * self.channels,
+            self.programs * self.rows * self.channels,
+            groups * self.mean_parts,
+        )
         self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
         self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
 
     def forward_launcher(self, table: Sequence[Place], floats: tuple[float, ...], flags: ForwardFlags) -> Launcher:
         """The epilogue."""
-        return Launcher(forward_kernel.forward, (self.programs, self.columns), table, (*floats, *self._arguments, self.norms, *flags), WARPS)
+        return Launcher(
+            forward_kernel.forward,
+            (self.programs, self.columns),
+            table,
+            (*floats, *self._arguments, self.norms, *flags),
+            WARPS,
+        )
 
     def backward_launcher(self, table: Sequence[Place], flags: GradientFlags) -> Launcher:
         """The epilogue's gradient."""
         reduced = 3 if flags.slope else 2
         rest = (*flags[:-1], reduced if flags.reduce else self.rows, reduced)
         fixed = (float(self.count), *self._gradient_arguments, *rest)
-        return Launcher(gradient_kernel.backward, (self.programs, self.columns), table, fixed, WARPS)
+        return Launcher(backward_kernel.backward, (self.programs, self.columns), table, fixed, WARPS)
 
     @staticmethod
     def parts(kernels: int) -> int:
@@ -128,7 +156,16 @@ class Plan:
 
     def vector_gradients_launcher(self, table: Sequence[Place]) -> Launcher:
         """The gradients of the vectors and of E{‖x‖}, out of the programs' sums."""
-        fixed = (self.programs, self.kernels, self.channels, self.rows, self.radius_row, *self.radius, self.mean, *self._small)
+        fixed = (
+            self.programs,
+            self.kernels,
+            self.channels,
+            self.rows,
+            self.radius_row,
+            *self.radius,
+            self.mean,
+            *self._small,
+        )
         return Launcher(statistics.vector_gradients, (self.groups, self.mean_parts), table, fixed)
 
 

@@ -128,7 +128,19 @@ def normalisation(
 
 @triton.jit
 def normalisation_gradient(
-    sums, norm, gradients, count, programs, channels, ch, inside, writes, ROWS: tl.constexpr, SLOPE: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
+    sums,
+    norm,
+    gradients,
+    count,
+    programs,
+    channels,
+    ch,
+    inside,
+    writes,
+    ROWS: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
 ):
     """constant and slope of the line in y that BatchNorm's gradient takes off; the one program that `writes` stores the gradients of β, γ
     and the activation's slope, (ROWS, channels)."""
@@ -142,7 +154,9 @@ def normalisation_gradient(
         tl.store(gradients + at, e, mask=ok)
         tl.store(gradients + channels + at, ey, mask=ok)
         if SLOPE:
-            tl.store(gradients + 2 * channels + at, total(sums, 2, ROWS, channels, programs, ch, inside, BR, BK), mask=ok)
+            tl.store(
+                gradients + 2 * channels + at, total(sums, 2, ROWS, channels, programs, ch, inside, BR, BK), mask=ok
+            )
     along = scale * rstd * ey / count
     return scale * e / count - along * tl.load(norm + at, mask=ok, other=0.0), along
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from helpers import Case, as_float64, assert_within_rule, operands, run
 
-from dcnet.ops import outer
-from dcnet.ops.outer import Points, tanh_of_product
+from dcnet.ops import tanh_interpolation
+from dcnet.ops.tanh_interpolation import Points, tanh_of_product
 
 RATIOS = [1.0, 1.000001, 1.001, 1.1, 2.0, 4.0, 19.0]
 
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(outer, "_FEWEST", 0)
+    monkeypatch.setattr(tanh_interpolation, "_FEWEST", 0)
 
 
 def numbers(ratio, kernels=64, groups=1, behind=True, dtype=torch.float32):
@@ -34,7 +34,7 @@ def numbers(ratio, kernels=64, groups=1, behind=True, dtype=torch.float32):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_as_exact_as_tanh(ratio, groups, behind, few, monkeypatch):
-    monkeypatch.setattr(outer, "_FEW", few)  # a matrix product, or a pass for each point
+    monkeypatch.setattr(tanh_interpolation, "_FEW", few)  # a matrix product, or a pass for each point
     n, q = numbers(ratio, groups=groups, behind=behind)
     points = Points(q)
     assert points.chosen is not None
@@ -57,12 +57,16 @@ def test_the_polynomial_by_itself(ratio):
     count = shares.shape[-1] + 1  # the first share is what the others leave
     z = -torch.cos((torch.arange(count, dtype=torch.float64) + 0.5) * math.pi / count)
     others = [[k for k in range(count) if k != j] for j in range(count)]
-    lagrange = torch.stack([(((u - middle) / half)[:, None] - z[k]).div(z[j] - z[k]).prod(1) for j, k in enumerate(others)], 1)
-    torch.testing.assert_close(shares[0].double(), lagrange[:, 1:], rtol=0, atol=1e-4 if ratio < 1.01 else 2e-6)  # log q rounds too
+    lagrange = torch.stack(
+        [(((u - middle) / half)[:, None] - z[k]).div(z[j] - z[k]).prod(1) for j, k in enumerate(others)], 1
+    )
+    torch.testing.assert_close(
+        shares[0].double(), lagrange[:, 1:], rtol=0, atol=1e-4 if ratio < 1.01 else 2e-6
+    )  # log q rounds too
     n = n.flatten()[3:, None]
     exact = torch.tanh(n * q.flatten())
     polynomial = torch.tanh(n * torch.exp(middle + half * z)) @ lagrange.T
-    assert float(((polynomial - exact).abs() / exact).max()) < outer._ERROR
+    assert float(((polynomial - exact).abs() / exact).max()) < tanh_interpolation._ERROR
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan"), 0.3 / 25.0])
@@ -75,13 +79,17 @@ def test_numbers_without_points(bad):
 
 
 def test_not_for_few_kernels_nor_for_other_digits():
-    for points in (Points(numbers(19.0, kernels=32)[1]), Points(numbers(1.0, dtype=torch.float64)[1]), Points(numbers(1.0)[1].to("meta"))):
+    for points in (
+        Points(numbers(19.0, kernels=32)[1]),
+        Points(numbers(1.0, dtype=torch.float64)[1]),
+        Points(numbers(1.0)[1].to("meta")),
+    ):
         assert points.chosen is None
     assert Points(numbers(2.0, kernels=32)[1]).chosen is not None
 
 
 def test_small_maps_choose_no_points(monkeypatch):
-    monkeypatch.setattr(outer, "_FEWEST", 2**16)
+    monkeypatch.setattr(tanh_interpolation, "_FEWEST", 2**16)
     n, q = numbers(2.0)
     points = Points(q)
     assert torch.equal(tanh_of_product(n[:1], points), torch.tanh(n[:1] * q))
@@ -112,9 +120,11 @@ CASES = {"maps": MAPS, "channels last": replace(MAPS, channels_last=True), "few 
 @pytest.mark.parametrize("ratio", [1.0, 1.2, 3.0])
 @pytest.mark.parametrize(("angular", "weighting"), [("cosine", None), ("linear", "separate"), ("cosine", "joint")])
 def test_layers(angular, weighting, ratio, least, case, monkeypatch):
-    monkeypatch.setattr("dcnet.ops.pieces.PIECE", 8_000)
+    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 8_000)
     used = []
-    monkeypatch.setattr("dcnet.ops.outer.torch.bmm", lambda *a, product=torch.bmm, **k: used.append(1) or product(*a, **k))
+    monkeypatch.setattr(
+        "dcnet.ops.tanh_interpolation.torch.bmm", lambda *a, product=torch.bmm, **k: used.append(1) or product(*a, **k)
+    )
     tensors = operands(case, "tanh", angular, torch.float32)
     tensors["radius"] = (least * torch.linspace(1.0, ratio, 64)).requires_grad_()
     exact = run(case, as_float64(tensors), "tanh", angular, weighting, "reference")

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dcnet.ops.fused.fast import Launcher, Memory, aligned
+from dcnet.ops.fused.launcher import Launcher, Memory, aligned
 
 
 class Compiled:
@@ -52,14 +52,20 @@ def test_the_second_launch_is_direct():
     launcher(memory, 0.25)
     assert len(kernel.launches) == 1
     addresses = [others[1].data_ptr(), others[0].data_ptr(), last.data_ptr(), last.data_ptr() + 32]
-    assert kernel.compiled.runs == [(5, 2, 1, 77, "function", "metadata", None, None, None, *addresses, 0.25, 3, True, "H")]
+    assert kernel.compiled.runs == [
+        (5, 2, 1, 77, "function", "metadata", None, None, None, *addresses, 0.25, 3, True, "H")
+    ]
 
 
 def test_unaligned_pointers_go_through_triton():
     """A variant is compiled for aligned pointers; others need one of their own."""
     kernel = Kernel()
     launcher = Launcher(kernel, (1,), [(0, 0), (1, 0)], ())
-    for first, second in ((torch.zeros(9)[1:], torch.zeros(8)), (torch.zeros(8), torch.zeros(8)), (torch.zeros(8), torch.zeros(9)[1:])):
+    for first, second in (
+        (torch.zeros(9)[1:], torch.zeros(8)),
+        (torch.zeros(8), torch.zeros(8)),
+        (torch.zeros(8), torch.zeros(9)[1:]),
+    ):
         memory = Memory([first, None])
         memory.put(1, second)
         launcher(memory)

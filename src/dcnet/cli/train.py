@@ -69,7 +69,11 @@ def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
 
     def called(**values: Any) -> None:
-        given = {entry.name: value_of_flag(entry.name, values[entry.name]) for entry in fields(Recipe) if values[entry.name] is not None}
+        given = {
+            entry.name: value_of_flag(entry.name, values[entry.name])
+            for entry in fields(Recipe)
+            if values[entry.name] is not None
+        }
         command(given=given, **{p.name: values[p.name] for p in own})
 
     flags = []
@@ -79,8 +83,17 @@ def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
         switch = f"{flag}/--no-{flag[2:]}" if hints[entry.name] is bool else flag
         text = f"{entry.metadata['help']} Default: {default if default != () else 'none'}."
         known = _KNOWN.get(entry.name, entry.metadata["possible"])
-        option = typer.Option(switch, help=text, rich_help_panel="Recipe", show_default=False, autocompletion=_completion(known))
-        flags.append(inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[_flag(entry.name), option]))
+        option = typer.Option(
+            switch, help=text, rich_help_panel="Recipe", show_default=False, autocompletion=_completion(known)
+        )
+        flags.append(
+            inspect.Parameter(
+                entry.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[_flag(entry.name), option],
+            )
+        )
     called.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     called.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
     called.__name__, called.__doc__ = command.__name__, command.__doc__
@@ -92,12 +105,18 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"A named recipe ({', '.join(RECIPES)}), or a JSON file; flags override it.", autocompletion=lambda: list(RECIPES), metavar="RECIPE"
+            help=f"A named recipe ({', '.join(RECIPES)}), or a JSON file; flags override it.",
+            autocompletion=lambda: list(RECIPES),
+            metavar="RECIPE",
         ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="Run folder; runs/… by name of data, network and operator if not given.", parser=folder_path, metavar="FOLDER"),
+        typer.Option(
+            help="Run folder; runs/… by name of data, network and operator if not given.",
+            parser=folder_path,
+            metavar="FOLDER",
+        ),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -113,7 +132,9 @@ def train(
     device: Device = None,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files into the run folder too.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard's files into the run folder too.")
+    ] = False,
 ) -> None:
     """Train a network by a recipe; under torchrun on several devices.
 
@@ -148,17 +169,24 @@ def train(
         raise typer.Exit(130) from None
     if first:
         show_runs([row])
-        with contextlib.suppress(ValueError, OSError, KeyboardInterrupt):  # `dcnet report` makes what is missing, or says why it cannot
+        with contextlib.suppress(
+            ValueError, OSError, KeyboardInterrupt
+        ):  # `dcnet report` makes what is missing, or says why it cannot
             inspect_run(done, data_root)
 
 
 def _check_resumed(given: dict[str, Any], recipe: str | None, run: Path | None, overwrite: bool) -> None:
     """Raise where something else than the length of a run is to be changed."""
     other = [f"--{name.replace('_', '-')}" for name in given if name not in LENGTH]
-    other += [flag for flag, used in (("--recipe", recipe), ("--run", run), ("--overwrite", overwrite or None)) if used is not None]
+    other += [
+        flag
+        for flag, used in (("--recipe", recipe), ("--run", run), ("--overwrite", overwrite or None))
+        if used is not None
+    ]
     if other:
         raise typer.BadParameter(
-            f"the run's own recipe is resumed; {', '.join(other)} cannot change it. Possible: --epochs, --steps", param_hint="--resume"
+            f"the run's own recipe is resumed; {', '.join(other)} cannot change it. Possible: --epochs, --steps",
+            param_hint="--resume",
         )
 
 

@@ -6,18 +6,24 @@ from typing import Annotated
 import typer
 
 from dcnet.cli.common import say
-from dcnet.formulas import nearest
+from dcnet.util.suggest import nearest
 
 
 def bench(
-    out: Annotated[Path, typer.Option("--out", "-o", help="CSV of the records; what it has is not measured again.")] = Path("bench.csv"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="CSV of the records; what it has is not measured again.")
+    ] = Path("bench.csv"),
     what: Annotated[str, typer.Option(help="What to measure: all, networks or layers.")] = "all",
     match: Annotated[str, typer.Option(help="Only what has this in its line, such as cnn9 or float32.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Only the figures of the README.")] = False,
     repeats: Annotated[int, typer.Option(min=3, help="How often each is timed.")] = 20,
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure on the CPU even if there is a GPU.")] = False,
-    commit: Annotated[str | None, typer.Option(help="The commit to put into the records, where the source is no repository.")] = None,
-    render: Annotated[bool, typer.Option("--render", help="Measure nothing: only make the table of what is there.")] = False,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit to put into the records, where the source is no repository.")
+    ] = None,
+    render: Annotated[
+        bool, typer.Option("--render", help="Measure nothing: only make the table of what is there.")
+    ] = False,
     brief: Annotated[bool, typer.Option("--brief", help="In the table only the ten rows that matter most.")] = False,
     into: Annotated[Path | None, typer.Option(help="Put the table into this file, between its marks.")] = None,
 ) -> None:
@@ -28,7 +34,9 @@ def bench(
     from dcnet.bench.records import read
 
     if what not in (kinds := ("all", "networks", "layers")):
-        raise typer.BadParameter(f"unknown {what!r}.{nearest(what, kinds)} Possible: {', '.join(kinds)}", param_hint="--what")
+        raise typer.BadParameter(
+            f"unknown {what!r}.{nearest(what, kinds)} Possible: {', '.join(kinds)}", param_hint="--what"
+        )
     if render:
         if not out.exists():
             raise typer.BadParameter(f"{out} does not exist", param_hint="--out")
@@ -43,7 +51,9 @@ def bench(
         wanted = [case for chosen in possible if match in chosen.title for case in (chosen.plain, chosen)]
         if not wanted:
             names = ", ".join(dict.fromkeys(case.name for case in possible))
-            raise typer.BadParameter(f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match")
+            raise typer.BadParameter(
+                f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match"
+            )
         rows = benchmarks.run(wanted, out, device, repeats, say, commit)
     table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")], brief)
     if into is None:

@@ -20,18 +20,33 @@ from dcnet.util.text import printable
 
 def attack(
     run: RunArgument,
-    attacks: Annotated[str, typer.Option(help=f"Of {', '.join(ATTACKS)}, with parameters as in pgd:steps=50:restarts=5.")] = "fgsm,bim,pgd",
-    eps: Annotated[str, typer.Option(help="Largest change of a pixel, images going from 0 to 1; 8/255 is a number.")] = "8/255",
+    attacks: Annotated[
+        str, typer.Option(help=f"Of {', '.join(ATTACKS)}, with parameters as in pgd:steps=50:restarts=5.")
+    ] = "fgsm,bim,pgd",
+    eps: Annotated[
+        str, typer.Option(help="Largest change of a pixel, images going from 0 to 1; 8/255 is a number.")
+    ] = "8/255",
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="Another run folder, on whose network the adversarial images are made.", parser=folder_path, metavar="RUN"),
+        typer.Option(
+            "--from",
+            help="Another run folder, on whose network the adversarial images are made.",
+            parser=folder_path,
+            metavar="RUN",
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many test images.")] = None,
-    separate: Annotated[bool, typer.Option("--separate", help="Every attack sees all images, not only the survivors of the last.")] = False,
-    predicted: Annotated[bool, typer.Option("--predicted", help="Attack what the network predicts, not the true labels.")] = False,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="Every attack sees all images, not only the survivors of the last.")
+    ] = False,
+    predicted: Annotated[
+        bool, typer.Option("--predicted", help="Attack what the network predicts, not the true labels.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="The check-up for misleading gradients.")] = True,
     check_images: Annotated[int, typer.Option(min=1, help="Images of the check-up.")] = 200,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16, which is faster, and weakens attacks.")] = False,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Compute in bfloat16, which is faster, and weakens attacks.")
+    ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Images at once.")] = 500,
     seed: Annotated[int, typer.Option(min=0, help="Of random starts.")] = 0,
     data_root: DataRoot = Path("data"),
@@ -39,7 +54,10 @@ def attack(
     device: Device = None,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Take the place of records of the same attack, ε, images, labels and source.")] = False,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Take the place of records of the same attack, ε, images, labels and source."),
+    ] = False,
     records: Annotated[bool, typer.Option("--records", help="Only list what was recorded, with numbers.")] = False,
     forget: Annotated[str | None, typer.Option(help="Only remove records: their numbers, as in 1,3, or all.")] = None,
 ) -> None:
@@ -81,13 +99,18 @@ def attack(
         fail(error)
     say(f"added to {path}")
     if not replace and _again(earlier, result):
-        say("An earlier record has the same set-up; both are kept. --replace keeps the new one only, --records lists all.")
+        say(
+            "An earlier record has the same set-up; both are kept. --replace keeps the new one only, --records lists all."
+        )
 
 
 def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
     """Whether one of the attacks was recorded before under the same conditions."""
     names = {entry["attack"] for entry in new["attacks"]}
-    return any(conditions(record) == conditions(new) and names & {entry["attack"] for entry in record["attacks"]} for record in records)
+    return any(
+        conditions(record) == conditions(new) and names & {entry["attack"] for entry in record["attacks"]}
+        for record in records
+    )
 
 
 def _edit(run: Path, forget: str | None) -> None:
@@ -114,7 +137,13 @@ def _numbers(text: str, count: int) -> set[int]:
         return set(range(1, count + 1))
     named = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
     if not named <= set(range(1, count + 1)):
-        possible = "there are none" if count == 0 else "possible: 1, all" if count == 1 else f"possible: 1 to {count} with commas between them, all"
+        possible = (
+            "there are none"
+            if count == 0
+            else "possible: 1, all"
+            if count == 1
+            else f"possible: 1 to {count} with commas between them, all"
+        )
         raise ValueError(f"--forget {text}: no such record; {possible} (--records lists them)")
     return named
 
@@ -129,7 +158,9 @@ def parse_eps(text: str) -> float:
 
 def _show(run: Path, result: dict[str, Any]) -> None:
     how = "each on the survivors of the last" if result["cumulative"] else "each on all images"
-    table = Table(title=f"{printable(run)}: {result['images']} images, ε = {255 * result['eps']:g}/255, {result['labels']} labels, {how}")
+    table = Table(
+        title=f"{printable(run)}: {result['images']} images, ε = {255 * result['eps']:g}/255, {result['labels']} labels, {how}"
+    )
     for column in ("attack", "attacked", "accuracy left", "median size", "seconds"):
         table.add_column(column, justify="left" if column == "attack" else "right")
     table.add_row("none", str(result["images"]), f"{result['clean']:.2f}%", "", "")

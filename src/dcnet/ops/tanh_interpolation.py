@@ -23,7 +23,7 @@ from torch import Tensor
 Numbers = NDArray[np.float64]
 
 _ERROR = 2.0**-25  # of the polynomial, relative; rounding adds its own
-_CONSTANT = 4.0  # the error is below 4·B^−points for ratios up to 20; tests/test_outer.py measures it
+_CONSTANT = 4.0  # the error is below 4·B^−points for ratios up to 20; tests/test_tanh_interpolation.py measures it
 _GREATEST_RATIO = 20.0
 _FEWEST = 2**16  # results; below that choosing points takes as long as tanh
 _FEW = 4  # points; for more a matrix product is quicker than a pass for each
@@ -39,7 +39,9 @@ class Points:
     def chosen(self) -> tuple[Tensor, Tensor] | None:
         """p (groups, points[, 1]) and C (groups, kernels, points − 1), or None where tanh itself is as quick, or points cannot be had."""
         q = self.q
-        if q.device.type != "cpu" or q.dtype != torch.float32 or type(q) is not Tensor:  # no numbers to look at, or too many digits
+        if (
+            q.device.type != "cpu" or q.dtype != torch.float32 or type(q) is not Tensor
+        ):  # no numbers to look at, or too many digits
             return None
         u = q.detach().reshape(q.shape[:2]).double().log().numpy()
         if not np.isfinite(u).all():

@@ -16,7 +16,9 @@ from dcnet.training.checkpoint import load_state
 
 def evaluate(
     run: RunArgument,
-    data: Annotated[str | None, typer.Option(help="Another data set with the same classes and image size.", metavar="DATA")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Another data set with the same classes and image size.", metavar="DATA")
+    ] = None,
     data_root: DataRoot = Path("data"),
     download: Download = False,
     device: Device = None,
@@ -51,4 +53,6 @@ def evaluate(
     say(f"accuracy {result.accuracy:.2f}% ({int(result.correct.sum())} of {total}), loss {result.loss:.4f}")
     if unfinished is not None:
         last = f"{recipe.steps} steps" if recipe.steps is not None else f"{recipe.epochs:g} epochs"
-        say(f"{run} is unfinished: these are its weights after {unfinished} steps, of {last}. Go on with: dcnet train --resume {quote(str(run))}")
+        say(
+            f"{run} is unfinished: these are its weights after {unfinished} steps, of {last}. Go on with: dcnet train --resume {quote(str(run))}"
+        )

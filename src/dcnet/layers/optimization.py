@@ -68,7 +68,14 @@ class WeightProjection:
     `state_dict()` and `load_state_dict()` carry the count of steps through a checkpoint; `remove()` ends it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0, every: int = 100, where: Where | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scale: float = 1.0,
+        every: int = 100,
+        where: Where | None = None,
+    ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number ≥ 1, got {every!r}")
         _check_scale(scale)
@@ -101,7 +108,9 @@ class WeightProjection:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on counting from a saved state."""
         if set(state) != {"steps", "every", "scale"}:
-            raise ValueError(f"not the state of a WeightProjection: it has {sorted(state)}, expected ['every', 'scale', 'steps']")
+            raise ValueError(
+                f"not the state of a WeightProjection: it has {sorted(state)}, expected ['every', 'scale', 'steps']"
+            )
         self.steps, self.every, self.scale = state["steps"], state["every"], state["scale"]
 
 
@@ -136,7 +145,9 @@ def weight_gradients_(model: nn.Module, where: Where | None = None) -> WeightedG
     layers = _unweighted(model, where, "weighting gradients")
     for name, layer in layers.items():
         if layer.weighted_gradient is not None or _is_weighted(layer.weight):
-            raise ValueError(f"the gradients of layer {name or '(the model itself)'!r} are weighted already; remove the first handle before")
+            raise ValueError(
+                f"the gradients of layer {name or '(the model itself)'!r} are weighted already; remove the first handle before"
+            )
     kernels = {layer.weight: layer for layer in layers.values() if layer.weight.requires_grad}  # a shared kernel once
     for kernel, layer in kernels.items():
         layer.weighted_gradient = _WeightedGradient(layer.eps, is_sharded(kernel))
@@ -157,8 +168,12 @@ class _WeightedGradient:
     def of(self, kernel: Tensor) -> None:
         """Weight the gradient of these kernels from now on, once."""
         if torch.compiler.is_compiling():
-            if self.sharded:  # torch.compile leaves this layer to eager mode then, or, asked for a full graph, shows the error
-                raise RuntimeError("weight_gradients_ under FSDP2 cannot be compiled: kernels come and go, and hooks with them")
+            if (
+                self.sharded
+            ):  # torch.compile leaves this layer to eager mode then, or, asked for a full graph, shows the error
+                raise RuntimeError(
+                    "weight_gradients_ under FSDP2 cannot be compiled: kernels come and go, and hooks with them"
+                )
             return
         if kernel.requires_grad and not _is_weighted(kernel):
             self._handles.append(kernel.register_hook(_TimesNorm(kernel, self.eps)))
@@ -201,13 +216,19 @@ def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
 
 
 def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tensor:
-    layers = {name: layer for name, layer in decoupled_layers(model, where).items() if layer.weighting is None and layer.constrained}
+    layers = {
+        name: layer
+        for name, layer in decoupled_layers(model, where).items()
+        if layer.weighting is None and layer.constrained
+    }
     if not layers:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     penalties = []
     for name, layer in layers.items():
         kernels = whole_kernels(name, layer).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
-        with torch.autocast(kernels.device.type, enabled=False):  # a product in bf16 would lose the small off-diagonal entries
+        with torch.autocast(
+            kernels.device.type, enabled=False
+        ):  # a product in bf16 would lose the small off-diagonal entries
             penalties.append(_off_target(kernels.to(compute_dtype(kernels)), keep_diagonal))
     return torch.stack([penalty.to(penalties[0]) for penalty in penalties]).sum()
 
@@ -259,7 +280,10 @@ def parameter_groups(model: nn.Module, weight_decay: float = 5e-4) -> list[dict[
     for layer in decoupled_layers(model).values():
         exempt |= {p for name, p in layer.named_parameters(recurse=False) if name.startswith("raw_")}
         if layer.weighting is None:
-            exempt |= {layer.get_parameter(name) for name in (["weight"] if layer._parameters.get("weight") is not None else _sources(layer))}
+            exempt |= {
+                layer.get_parameter(name)
+                for name in (["weight"] if layer._parameters.get("weight") is not None else _sources(layer))
+            }
     groups = [
         {"params": [p for p in model.parameters() if p not in exempt], "weight_decay": weight_decay},
         {"params": [p for p in model.parameters() if p in exempt], "weight_decay": 0.0},

@@ -42,7 +42,9 @@ class Finish(NamedTuple):
     training: bool  # whether to normalise with the statistics of this batch
     momentum: float
     eps: float
-    batches: Tensor | None = None  # the number of batches the running averages have seen, if this one is still to be counted
+    batches: Tensor | None = (
+        None  # the number of batches the running averages have seen, if this one is still to be counted
+    )
     residual: Tensor | None = None
     activation: str | None = None
     slope: Tensor | None = None
@@ -58,7 +60,9 @@ class Finish(NamedTuple):
         """The same by PyTorch's own operators, one after the other."""
         if self.normalise:
             self.count_batch()
-            y = F.batch_norm(y, self.running_mean, self.running_var, self.gamma, self.beta, self.training, self.momentum, self.eps)
+            y = F.batch_norm(
+                y, self.running_mean, self.running_var, self.gamma, self.beta, self.training, self.momentum, self.eps
+            )
         if self.residual is not None:
             y = y + self.residual
         if self.activation == "relu":

@@ -22,14 +22,24 @@ def models() -> None:
     for name in list_models():
         model = create_model(name, magnitude=None)
         rows.append([name, _structure(model), f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million"])
-    show_table(("model", "structure", "parameters"), rows, "Networks, with 10 classes of 32×32 images in color", right=("parameters",))
+    show_table(
+        ("model", "structure", "parameters"),
+        rows,
+        "Networks, with 10 classes of 32×32 images in color",
+        right=("parameters",),
+    )
 
 
 def _structure(model: nn.Module) -> str:
     """Channels of the convolutions (other than 1×1) in order, then features of fully connected layers before the classifier."""
     convolutions = [m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1)]
     connected = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)][:-1]
-    return ", ".join([*(f"[{width}]×{len(list(run))}" for width, run in groupby(convolutions)), *(f"{width}-d" for width in connected)])
+    return ", ".join(
+        [
+            *(f"[{width}]×{len(list(run))}" for width, run in groupby(convolutions)),
+            *(f"{width}-d" for width in connected),
+        ]
+    )
 
 
 def recipes() -> None:
@@ -53,7 +63,9 @@ def data(data_root: DataRoot = Path("data")) -> None:
         else:
             classes = len(OFFICIAL[name].classes)
             missing = [file for file in OFFICIAL[name].files if not (data_root / file).is_file()]
-            where = f"under {data_root}" if not missing else f"not under {data_root}: dcnet train --data {name} --download"
+            where = (
+                f"under {data_root}" if not missing else f"not under {data_root}: dcnet train --data {name} --download"
+            )
         rows.append([name, classes, where])
     rows.append([f"{FOLDER}PATH", "", "a folder of yours: PATH/train/CLASS/… and PATH/val/CLASS/…"])
     show_table(("data set", "classes", "where"), rows, right=("classes",))
@@ -70,13 +82,20 @@ def operators(
             raise ValueError(f"unknown kind {kind!r}; possible: all, magnitude, angular")
     except (ValueError, OSError) as error:
         fail(error)
-    for which, title, known in (("magnitude", "Magnitude functions h", magnitudes()), ("angular", "Angular functions g", angulars())):
+    for which, title, known in (
+        ("magnitude", "Magnitude functions h", magnitudes()),
+        ("angular", "Angular functions g", angulars()),
+    ):
         if kind in ("all", which):
-            show_table(("name", "formula", "parameters", "notes"), [_operator(formula) for formula in known.values()], title)
+            show_table(
+                ("name", "formula", "parameters", "notes"), [_operator(formula) for formula in known.values()], title
+            )
 
 
 def _operator(formula: Formula) -> list[str]:
-    parameters = ", ".join(f"{p.name}={p.default:g}" + (" or learned" if p.range.learnable else "") for p in formula.parameters.values())
+    parameters = ", ".join(
+        f"{p.name}={p.default:g}" + (" or learned" if p.range.learnable else "") for p in formula.parameters.values()
+    )
     notes = []
     if formula.kind == "magnitude":
         notes = ["bounded"] * formula.bounded + ["has a radius"] * formula.has_radius

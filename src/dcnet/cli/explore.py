@@ -14,7 +14,9 @@ from dcnet.util.files import write_atomically
 
 
 def explore(
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; a temporary one if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; a temporary one if not given.")
+    ] = None,
     formulas: Formulas = None,
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
 ) -> None:

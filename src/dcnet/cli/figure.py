@@ -31,9 +31,12 @@ def _glyphs() -> Iterator[None]:
 def figure(
     name: Annotated[str, typer.Argument(help=f"Which figure: {', '.join(FIGURES)}.")],
     runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run folders, for the figures that are of runs.", parser=folder_path, metavar="RUNS...")
+        list[Path] | None,
+        typer.Argument(help="Run folders, for the figures that are of runs.", parser=folder_path, metavar="RUNS..."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to write; its ending says the format (png, svg, pdf).")
+    ] = None,
     dpi: Annotated[int, typer.Option(min=10, max=1000, help="Pixels an inch, of png.")] = 200,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
@@ -65,7 +68,9 @@ def _save(drawn: Any, path: Path, dpi: int) -> None:
 
 def report(
     runs: RunsArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write index.html into, or a file ending in .html.")] = Path("report"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write index.html into, or a file ending in .html.")
+    ] = Path("report"),
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
     data_root: DataRoot = Path("data"),

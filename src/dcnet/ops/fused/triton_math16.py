@@ -6,9 +6,25 @@ What loses digits is the relative accuracy near 0, which a rounding to 8 or 11 b
 import triton
 import triton.language as tl
 
-from dcnet.ops.fused.m import abs, exp, log, maximum, minimum, power, sign, sqrt, step, where
+from dcnet.ops.fused.triton_math import abs, exp, log, maximum, minimum, power, sign, sqrt, step, where
 
-__all__ = ["abs", "asin", "asin_slope", "exp", "log", "log1p", "maximum", "minimum", "power", "rsqrt", "sign", "sqrt", "step", "tanh", "where"]
+__all__ = [
+    "abs",
+    "asin",
+    "asin_slope",
+    "exp",
+    "log",
+    "log1p",
+    "maximum",
+    "minimum",
+    "power",
+    "rsqrt",
+    "sign",
+    "sqrt",
+    "step",
+    "tanh",
+    "where",
+]
 
 
 @triton.jit

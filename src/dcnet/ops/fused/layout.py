@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from dcnet.ops.fused import norm_kernels
-from dcnet.ops.fused.fast import Launcher, Place, aligned
+from dcnet.ops.fused.launcher import Launcher, Place, aligned
 
 Sizes = tuple[int, ...]
 
@@ -48,7 +48,9 @@ class View:
 
     def blocks(self, size: int) -> tuple[int, int]:
         """How a tile of that many elements is made up, positions × kernels."""
-        if self.rows_first:  # the widest block that wastes little of itself, but no wider than the others' (fewer variants to compile)
+        if (
+            self.rows_first
+        ):  # the widest block that wastes little of itself, but no wider than the others' (fewer variants to compile)
             wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (MOST_KERNELS, 16, 8, 4, 2, 1)}
             bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
         else:
@@ -128,7 +130,10 @@ class NormPlan:
     ) -> None:
         self.groups, self.shape = groups, shape
         sizes = shape[2:]
-        positions = [(i + 2 * p - d * (k - 1) - 1) // s + 1 for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)]
+        positions = [
+            (i + 2 * p - d * (k - 1) - 1) // s + 1
+            for i, p, d, k, s in zip(sizes, padding, dilation, kernel, stride, strict=True)
+        ]
         self.output = (shape[0], groups, *positions)
         self.count = shape[0] * math.prod(positions)  # of the norms of one group
         self.view = View(shape, strides, groups)
@@ -150,7 +155,18 @@ class NormPlan:
 
     def box_launcher(self, table: Sequence[Place], eps: float, maps: int, sums: bool) -> Launcher:
         """Patch norms of ½·Σ x², which comes as so many maps to be added up; with `sums`, also each program's sum of norms."""
-        fixed = (eps, maps, self.rows, self.groups, self.count, *self.sizes, *self.geometry, self.count > _SHORT, sums, _BLOCK)
+        fixed = (
+            eps,
+            maps,
+            self.rows,
+            self.groups,
+            self.count,
+            *self.sizes,
+            *self.geometry,
+            self.count > _SHORT,
+            sums,
+            _BLOCK,
+        )
         return Launcher(norm_kernels.box, (self.programs, self.groups), table, fixed, _BOX_WARPS)
 
     def box_gradient_launcher(self, table: Sequence[Place], maps: int, means: int, share: float) -> Launcher:
@@ -172,7 +188,12 @@ class NormPlan:
         blocks = cdiv(view.positions, bp)
         strides = (view.stride, view.channel, view.position)
         grid = (view.batch * self.groups * blocks, cdiv(view.kernels, bc))
-        return Launcher(norm_kernels.add_product, grid, table, (self.groups, view.kernels, view.positions, blocks, *strides, *strides, bp, bc))
+        return Launcher(
+            norm_kernels.add_product,
+            grid,
+            table,
+            (self.groups, view.kernels, view.positions, blocks, *strides, *strides, bp, bc),
+        )
 
 
 _BLOCK, _BOX_WARPS = 512, 4  # of the box kernels

@@ -53,7 +53,9 @@ class Launcher:
 
     __slots__ = ("before", "fixed", "grid", "kernel", "table", "variant", "warps")
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], table: Sequence[Place], fixed: Sequence[Any], warps: int = 4) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], table: Sequence[Place], fixed: Sequence[Any], warps: int = 4
+    ) -> None:
         self.kernel, self.grid, self.fixed, self.warps = kernel, (*grid, 1, 1)[:3], tuple(fixed), warps
         self.table = [(slot, 4 * offset) for slot, offset in table]  # in bytes
         self.variant: Any = None
@@ -65,7 +67,14 @@ class Launcher:
             self._ask_triton(memory, floats)
             return
         at = memory.addresses
-        self.variant(*self.grid, memory.stream, *self.before, *[at[slot] + offset for slot, offset in self.table], *floats, *self.fixed)
+        self.variant(
+            *self.grid,
+            memory.stream,
+            *self.before,
+            *[at[slot] + offset for slot, offset in self.table],
+            *floats,
+            *self.fixed,
+        )
 
     def _ask_triton(self, memory: Memory, floats: tuple[float, ...]) -> None:
         tensors = [(memory.tensors[slot], offset // 4) for slot, offset in self.table]

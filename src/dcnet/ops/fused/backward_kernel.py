@@ -116,7 +116,19 @@ def backward(
     if AFFINE and not REDUCE:
         writes = tl.program_id(0) == 0
         constant, along = normalisation_gradient(
-            norm_sums, norm, norm_gradients, count, tl.num_programs(0), channels, ch, in_k, writes, NORM_SUMS, NORM_SUMS == 3, BR, BK
+            norm_sums,
+            norm,
+            norm_gradients,
+            count,
+            tl.num_programs(0),
+            channels,
+            ch,
+            in_k,
+            writes,
+            NORM_SUMS,
+            NORM_SUMS == 3,
+            BR,
+            BK,
         )
     p = tl.arange(0, BP)
     nothing = tl.zeros((BP, BK), tl.float32)

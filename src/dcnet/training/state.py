@@ -26,7 +26,7 @@ from dcnet.training.schedule import Schedule
 from dcnet.training.settings import autocast_of
 
 
-class Job:
+class TrainingState:
     """The state of a run, and one step of it. `shape`: what `build_model` needs to know of the data."""
 
     def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks, begun: bool = False) -> None:
@@ -59,7 +59,9 @@ class Job:
         self.device_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=ranks.device)
         self.frozen = torch.zeros((), device=ranks.device)
-        self.calibrated: dict[str, Tensor] = {}  # averages an evaluation at this step has used, for those who load the network
+        self.calibrated: dict[
+            str, Tensor
+        ] = {}  # averages an evaluation at this step has used, for those who load the network
         self.graph: Repeated | None = None
         self.eager_steps = 0
         self.saved_step, self._saved_at, self._saving = -1, -math.inf, 0.0
@@ -187,7 +189,9 @@ class Job:
         sums = self.ranks.sum(self.sums.clone())  # ranks start again with equal shares
         if not self.ranks.first:
             return
-        tensors = with_prefix("model/", self.model.state_dict()) | with_prefix("optimizer/", optimizer_tensors(self.optimizer))
+        tensors = with_prefix("model/", self.model.state_dict()) | with_prefix(
+            "optimizer/", optimizer_tensors(self.optimizer)
+        )
         if self.ema is not None:
             tensors |= with_prefix("ema/", self.ema.model.state_dict())
         tensors |= with_prefix("calibrated/", self.calibrated)
@@ -210,7 +214,9 @@ class Job:
         """Goes on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
         if not same_but_length(recorded(state["recipe"]), self.recipe) or state["shape"] != self.shape:
-            raise ValueError(f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again")
+            raise ValueError(
+                f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again"
+            )
         self.model.load_state_dict(without_prefix("model/", tensors))
         load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
         if self.ema is not None:
@@ -231,7 +237,9 @@ class Job:
 def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     """The network, its gradients averaged over all ranks; running averages are brought together at evaluations and checkpoints."""
     switches = inspect.signature(DistributedDataParallel.__init__).parameters
-    switch = "forward_sync_buffers" if "forward_sync_buffers" in switches else "broadcast_buffers"  # its name before torch 2.13
+    switch = (
+        "forward_sync_buffers" if "forward_sync_buffers" in switches else "broadcast_buffers"
+    )  # its name before torch 2.13
     options: dict[str, Any] = {switch: False}
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
 
@@ -241,7 +249,11 @@ def _start_from(model: nn.Module, folder: str) -> None:
     there = model.state_dict()
     # another operator's radii and statistics stay behind
     extras = ("raw_", "running_norm", "num_batches_tracked")
-    state = {name: tensor for name, tensor in Run(folder).model.state_dict().items() if name in there or not name.split(".")[-1].startswith(extras)}
+    state = {
+        name: tensor
+        for name, tensor in Run(folder).model.state_dict().items()
+        if name in there or not name.split(".")[-1].startswith(extras)
+    }
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

@@ -1,0 +1,43 @@
+"""Where and with what a result came about: device, versions, commit."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+def provenance(device: torch.device) -> dict[str, str]:
+    """What a record says about its making."""
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    )
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = ""
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "triton": triton,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit of the source, with a + if it was changed since; outside a repository what DCNET_COMMIT says, or nothing."""
+    where = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "."], cwd=where, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("DCNET_COMMIT", "")
+    return head + ("+" if changed else "")
