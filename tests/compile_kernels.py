@@ -1,4 +1,4 @@
-"""Compiles the kernels for a GPU that need not be there, and prints what was compiled. Run by test_fused_compiles.py in a process of its own.
+"""Compile the kernels for a GPU that need not be there, and print what was compiled. test_fused_compiles.py runs this by itself.
 
 Triton's interpreter accepts what its compiler does not; ptxas comes with Triton.
 """
@@ -10,13 +10,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcnet.ops.fused.layout import NormPlan, kernel_launchers
-from dcnet.ops.fused.plan import ForwardFlags, GradientFlags, Plan
+from dcnet.ops.fused.launcher import Changing, Place
+from dcnet.ops.fused.operands import ALONE, AVERAGES, NO_MEAN, OF_BATCH, PRELU, STATISTICS, Operands, Options
+from dcnet.ops.fused.plan import plan_of
 from dcnet.ops.operator import make_operator
 
 TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {"norm_batches": "*i64"}  # the others are half or float32, which only the maps differ in
-MAPS = (
+MAPS = {
     "d_ptr",
     "y_ptr",
     "residual_ptr",
@@ -27,75 +27,78 @@ MAPS = (
     "x_ptr",
     "grad_ptr",
     "unit_ptr",
-)
+}
+RELU = 1
 
 
-def compile_launcher(launcher, pointers, half):
-    """The compiled kernel, as Triton would specialise it for this launcher."""
+def compile_launcher(launcher, half):
+    """The compiled kernel, as Triton would specialize it for this launcher."""
     kernel = launcher.kernel
-    runtime = len(kernel.params) - len(launcher.fixed)
     signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
+    for i, (parameter, value) in enumerate(zip(kernel.params, launcher.values, strict=True)):
         name = parameter.name
-        if i < pointers:
-            signature[name] = POINTERS.get(name, half if name in MAPS else "*fp32")
+        if isinstance(value, Place):
+            signature[name] = "*i64" if name == "norm_batches" else half if name in MAPS else "*fp32"
             attributes[i,] = [["tt.divisibility", 16]]
-        elif i < runtime or (isinstance(launcher.fixed[i - runtime], float) and not parameter.is_constexpr):
+        elif isinstance(value, Changing) or (isinstance(value, float) and not parameter.is_constexpr):
             signature[name] = "fp32"
+        elif parameter.is_constexpr or value is None or value == 1:
+            signature[name], constants[i,] = "constexpr", value
         else:
-            value = launcher.fixed[i - runtime]
-            if parameter.is_constexpr or value == 1:
-                signature[name], constants[i,] = "constexpr", value
-            else:
-                signature[name] = "i32"
-                if value % 16 == 0:
-                    attributes[i,] = [["tt.divisibility", 16]]
-    return triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=TARGET, options={"num_warps": launcher.warps}
-    )
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options={"num_warps": launcher.warps})
 
 
 def launchers(magnitude, angular, weighting, dtype):
-    """Launchers of every kernel for this operator: (name, launcher, how many pointers it takes)."""
+    """Launchers of every kernel for this operator, by name."""
     operator = make_operator(magnitude, angular, weighting)
-    radius = operator.magnitude.formula.has_radius
-    shape, stride = (8, 96, 16, 16), (96 * 256, 1, 96 * 16, 96)
-    there = (weighting == "linear", weighting == "joint", radius, weighting is not None)
-    plan = Plan(shape, stride, dtype, torch.device("cpu"), 1, operator, there, 2, radius)
-    mean = 2 if radius else 0
-    for name, flags in {
-        "statistics": (8, True, mean, min(1, mean), 0, False, False, False, False, 0, True, True, False),
-        "output": (8, True, min(1, mean), 0, 2, True, True, True, True, 1, False, False, True),
-        "evaluation": (8, True, min(1, mean), 0, 1, True, True, False, False, 2, False, False, False),
-        "alone": (8, True, mean, 2 if mean else 0, 0, False, False, False, False, 0, False, False, False),
-    }.items():
-        yield name, plan.forward_launcher([], (1.0,) * 4, ForwardFlags(*flags)), 22
-    for name, flags in {
-        "reduce": (True, True, 1, True, False, True, False),
-        "gradients": (True, False, 2, False, True, True, True),
-        "gradients alone": (False, False, 0, False, False, False, False),
-    }.items():
-        yield name, plan.backward_launcher([], GradientFlags(*flags)), 19
-    if plan.rows:
-        yield "vectors", plan.vector_gradients_launcher([]), 5
-    norms = NormPlan(shape, stride, (3, 3), (1, 1), (1, 1), (1, 1), 1)
-    yield "energies", norms.energies_launcher([]), 2
-    yield "box", norms.box_launcher([], 1e-4, 3, True), 3
-    yield "box gradient", norms.box_gradient_launcher([], 3, 6, 0.5), 4
-    yield "product", norms.product_launcher([]), 3
-    forward, backward = kernel_launchers(96, 864, [], [], 1e-4, weighting is not None)
-    yield "normalise", forward, 3
-    yield "normalise gradient", backward, 5
+    radius = torch.ones(96) if operator.magnitude.formula.has_radius else None
+    order = {"memory_format": torch.channels_last}
+    x, weight = torch.zeros(2, 96, 16, 16, dtype=dtype).to(**order), torch.zeros(96, 96, 3, 3)
+    vector = torch.ones(96)
+
+    def plan(follows, activation=0, residual=None, leaves=False, energy=None):
+        mean = OF_BATCH if radius is not None else NO_MEAN
+        options = Options(
+            *((1, 1), (1, 1), (1, 1), 1, 1e-4, 2, mean, follows, 1e-3, activation, leaves, operator),
+        )
+        bias = vector if weighting else None
+        learned = vector[None] if operator.learned else None
+        norm = (vector,) * 4 if follows else (None,) * 4
+        slope = vector if activation == PRELU else None
+        operands = Operands(x, weight, bias, radius, None, learned, *norm, residual, slope, energy)
+        return plan_of(operands, options, torch.zeros(2, 96, 16, 16, dtype=dtype).to(**order))
+
+    tracked = int(radius is not None)
+    training = plan(STATISTICS, RELU, residual=x, leaves=True, energy=torch.zeros(3, 2, 1, 16, 16))
+    yield from zip(("statistics", "output"), training.epilogue(tracked, True), strict=True)
+    yield "box of maps", training.box
+    back = training.backward(True, True, True)
+    yield from zip(("reduce", "gradients", "vectors"), back.epilogue, strict=False)
+    yield from {"box gradient": back.box, "product": back.product}.items()
+    yield from {"normalize": training.normalize, "normalize gradient": training.normalize_backward}.items()
+    evaluation = plan(AVERAGES, PRELU)
+    yield "evaluation", evaluation.epilogue(0, False)[0]
+    yield from zip(
+        ("reduce evaluation", "gradients evaluation"), evaluation.backward(False, True, False).epilogue, strict=False
+    )
+    alone = plan(ALONE)
+    yield from {"alone": alone.epilogue(2 * tracked, False)[0], "energies": alone.energies}.items()
+    yield "gradients alone", alone.backward(False, False, True).epilogue[0]
 
 
 def main() -> None:
     for magnitude, angular, weighting, dtype in (
         ("tanh", "sigmoid:k=learned", "linear", torch.bfloat16),
         ("log", "power_cosine", "joint", torch.float32),
+        ("sphere", "cosine", None, torch.float32),  # no sums at all
     ):
         half = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        for name, launcher, pointers in launchers(magnitude, angular, weighting, dtype):
-            compiled = compile_launcher(launcher, pointers, half)
+        for name, launcher in launchers(magnitude, angular, weighting, dtype):
+            compiled = compile_launcher(launcher, half)
             sys.stdout.write(f"{magnitude} + {angular}: {name}, {len(compiled.asm['cubin'])} bytes\n")
 
 

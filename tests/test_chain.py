@@ -9,7 +9,6 @@ import dcnet
 from dcnet.layers import Block, Chain
 from dcnet.models.parts import Parts
 from dcnet.models.resnet import Unit
-from dcnet.ops import Carry
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,17 +101,15 @@ def test_what_is_left():
     torch.manual_seed(0)
     block = livened(Chain(Block(dcnet.DecoupledConv2d(3, 64, 3, impl="fused"), nn.BatchNorm2d(64))))[0]
     x = images(size=5).requires_grad_()
-    carry = Carry()
-    carry.enter(wanted=True)
-    y = block(x, carry=carry)
-    assert carry.left.shape == (2, 2, 1, 3, 3)  # 2 maps of 2 images
+    y, left = block.with_energy(x, None, True)
+    assert left.shape == (2, 2, 1, 3, 3)  # 2 maps of 2 images
     energy = 0.5 * y.square().sum(1, keepdim=True)
-    torch.testing.assert_close(carry.left.sum(0), energy)
+    torch.testing.assert_close(left.sum(0), energy)
     e = torch.rand(2, 1, 3, 3, device=DEVICE)
     wanted = [x, *block.parameters()]
     expected = torch.autograd.grad(energy, wanted, e, retain_graph=True)
     for incoming in (e.expand(2, 2, 1, 3, 3), e.mT.contiguous().mT.expand(2, 2, 1, 3, 3)):  # in any order
-        actual = torch.autograd.grad(carry.left, wanted, incoming, retain_graph=True)
+        actual = torch.autograd.grad(left, wanted, incoming, retain_graph=True)
         for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
 
@@ -121,16 +118,10 @@ def test_only_where_somebody_takes_it(launched):
     results(small("fused"), images())
     assert launched.count("energies") == 2 * 2  # of the images, and behind the pooling; in training and in evaluation
     assert launched.count("box") == 2 * 3
-    carry = Carry()
-    carry.enter(wanted=True)
-    odd = Block(dcnet.DecoupledConv2d(3, 12, 3, impl="fused"), nn.BatchNorm2d(12)).to(
-        DEVICE
-    )  # 3 maps for 12 channels are no gain
-    odd(images(), carry=carry)
-    assert carry.left is None
-    carry.enter(wanted=True)
-    small("eager")[0](images(), carry=carry)
-    assert carry.left is None
+    # 3 maps for 12 channels are no gain
+    odd = Block(dcnet.DecoupledConv2d(3, 12, 3, impl="fused"), nn.BatchNorm2d(12)).to(DEVICE)
+    assert odd.with_energy(images(), None, True)[1] is None
+    assert small("eager")[0].with_energy(images(), None, True)[1] is None
 
 
 def test_grouped_and_other_shapes_take_nothing():
@@ -205,8 +196,8 @@ def wrapped(kind, block):
             return super().forward(x, residual)
 
     class Odd(dcnet.DecoupledConv2d):
-        def forward(self, x, finish=None):
-            return 2.0 * super().forward(x + 1.0, finish)
+        def forward(self, x, post_ops=None):
+            return 2.0 * super().forward(x + 1.0, post_ops)
 
     if kind == "convolution":
         block.conv.__class__ = Odd

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import dcnet
 from dcnet.explorer import render
 from dcnet.formulas import choose
-from dcnet.layers.decoupled import check_options
+from dcnet.layers.decoupled import LayerOptions
 from dcnet.ops.operator import WEIGHTINGS
 
 PLOTS = ("h-plot", "g-plot", "response-plot", "plane-plot")
@@ -249,7 +249,7 @@ EVERY_LINE = """() => {
 
 def accepted(*options):
     try:
-        check_options(*options)
+        LayerOptions(*options).operator()
     except ValueError:
         return False
     return True

@@ -138,8 +138,9 @@ def test_a_users_formula_is_fused(catalogue):
 def test_registered_properly(name):
     """PyTorch's own check of schema, fake implementation and gradients."""
     from dcnet.ops.fused import layout
-    from dcnet.ops.fused.function import decoupled
+    from dcnet.ops.fused.autograd import decoupled
     from dcnet.ops.fused.operands import Effects, Operands, Options, as_arguments
+    from dcnet.ops.operator import make_operator
 
     case = SMALL[name]
     tensors = on_device(operands(case, "tanh", "sigmoid:k=learned", torch.float32))
@@ -150,22 +151,23 @@ def test_registered_properly(name):
     gamma, beta, running_mean, running_var, slope, bias = (torch.rand(kernels, device=DEVICE) for _ in range(6))
     mean_norm = torch.rand(groups, device=DEVICE).requires_grad_()
     geometry = ((1,) * dims, (1,) * dims, (1,) * dims, groups, 1e-4)
-    operator = ("tanh", "sigmoid:k=learned")
 
-    def check(tensors, *options, effects=(None,) * 7):
+    def options_of(*kinds, weighting=None):
+        """Options of these kinds of radius, mean and BatchNorm, BatchNorm's eps, and an activation."""
+        return Options(*geometry, *kinds, False, make_operator("tanh", "sigmoid:k=learned", weighting))
+
+    def check(tensors, *kinds, weighting=None, effects=(None,) * 7):
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         for op in (torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled_backward):
             names = [argument.name for argument in op.default._schema.arguments]
             assert len(set(names)) == len(names)  # torch.compile calls by name
-        options = as_arguments(Options(*geometry, *options))
+        options = as_arguments(options_of(*kinds, weighting=weighting))
         torch.library.opcheck(torch.ops.dcnet.decoupled.default, (*tensors, *effects, *options), test_utils=checks)
 
     plain = Operands(x, tensors["weight"], bias.requires_grad_(), tensors["radius"], mean_norm, k, *[None] * 7)
-    check(plain, 1, 1, 0, 0.0, 0, *operator, "linear", False)
-    check(plain._replace(mean_norm=None), 1, 2, 0, 0.0, 0, *operator, "separate", False)
-    residual = torch.rand_like(
-        decoupled(plain, Options(*geometry, 1, 1, 0, 0.0, 0, *operator, "", False), Effects())[0]
-    ).requires_grad_()
+    check(plain, 1, 1, 0, 0.0, 0, weighting="linear")
+    check(plain._replace(mean_norm=None), 1, 2, 0, 0.0, 0, weighting="separate")
+    residual = torch.rand_like(decoupled(plain, options_of(1, 1, 0, 0.0, 0), Effects())[0]).requires_grad_()
     parameters = {
         "gamma": gamma.requires_grad_(),
         "beta": beta.requires_grad_(),
@@ -173,8 +175,8 @@ def test_registered_properly(name):
         "running_var": running_var,
     }
     block = plain._replace(mean_norm=None, **parameters)
-    check(block._replace(residual=residual), 2, 3, 2, 1e-3, 1, *operator, "joint", False)
-    check(block._replace(slope=slope.requires_grad_()), 2, 2, 1, 1e-3, 2, *operator, "", False)
+    check(block._replace(residual=residual), 2, 3, 2, 1e-3, 1, weighting="joint")
+    check(block._replace(slope=slope.requires_grad_()), 2, 2, 1, 1e-3, 2)
     moving = (
         torch.rand(groups, device=DEVICE),
         torch.ones((), device=DEVICE),
@@ -184,7 +186,7 @@ def test_registered_properly(name):
         torch.tensor(3, device=DEVICE),
         0.2,
     )
-    check(block._replace(running_mean=None, running_var=None), 2, 2, 2, 1e-3, 1, *operator, "", False, effects=moving)
+    check(block._replace(running_mean=None, running_var=None), 2, 2, 2, 1e-3, 1, effects=moving)
 
 
 def test_second_derivatives_raise():

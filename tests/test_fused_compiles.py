@@ -16,5 +16,5 @@ def test_kernels_compile(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 28  # two operators, fourteen kernels
+    assert len(lines) == 16 + 16 + 15  # the last operator has no vectors, whose gradients would be added up
     assert all(int(line.split(", ")[-1].split()[0]) > 1000 for line in lines)

@@ -233,7 +233,7 @@ class Guards:
     "options", [pytest.param({}, marks=pytest.mark.slow), {"momentum": None}], ids=["", "cumulative"]
 )
 def test_nobody_writes_outside(monkeypatch, options):
-    from dcnet.ops.fused import backward, forward, layout
+    from dcnet.ops.fused import layout, op, plan
 
     expected = step(network(**options), batch())
     guards = Guards()
@@ -244,7 +244,7 @@ def test_nobody_writes_outside(monkeypatch, options):
         def __getattr__(self, name):
             return getattr(torch, name)
 
-    for module in (backward, forward, layout):
+    for module in (layout, op, plan):
         monkeypatch.setattr(module, "torch", Torch())
     net = network(**options)
     x = guards.empty(batch().shape, dtype=torch.float32, device=DEVICE).copy_(batch())

@@ -5,7 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from dcnet.ops.fused.launcher import Launcher, Memory, aligned
+from dcnet.ops.fused.launcher import Changing, Launcher, Memory, Place
+from dcnet.ops.fused.layout import Regions
+
+
+def launch_nothing():
+    """What the kernel is called after."""
 
 
 class Compiled:
@@ -23,8 +28,8 @@ class Compiled:
 class Kernel:
     """A kernel as Triton hands it out; notes how it is launched."""
 
-    def __init__(self):
-        self.compiled, self.launches = Compiled(), []
+    def __init__(self, *names):
+        self.compiled, self.launches, self.arg_names, self.fn = Compiled(), [], names, launch_nothing
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -35,15 +40,17 @@ class Kernel:
 
 
 def test_the_second_launch_is_direct():
-    kernel = Kernel()
-    launcher = Launcher(kernel, (5, 2), [(1, 0), (0, 0), (2, 0), (2, 8)], (3, True, "H"), warps=8)
+    kernel = Kernel("a", "b", "c", "d", "absent", "rate", "size", "FLAG", "H")
+    values = {"size": 3, "H": "H", "FLAG": True, "rate": Changing(0), "absent": None}
+    places = {"b": Place(0), "a": Place(1), "d": Place(2, 8), "c": Place(2)}
+    launcher = Launcher(kernel, (5, 2), values | places, warps=8)
     tensors = [torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(16)]
     launcher(Memory(tensors), 0.5)
     ((grid, arguments, options),) = kernel.launches
     assert (grid, options) == ((5, 2, 1), {"num_warps": 8})
     expected = [tensors[1].data_ptr(), tensors[0].data_ptr(), tensors[2].data_ptr(), tensors[2].data_ptr() + 32]
     assert [a.data_ptr() for a in arguments[:4]] == expected
-    assert arguments[4:] == (0.5, 3, True, "H")
+    assert arguments[4:] == (None, 0.5, 3, True, "H")
 
     others = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16), None]
     memory, last = Memory(others), torch.zeros(16)
@@ -53,14 +60,14 @@ def test_the_second_launch_is_direct():
     assert len(kernel.launches) == 1
     addresses = [others[1].data_ptr(), others[0].data_ptr(), last.data_ptr(), last.data_ptr() + 32]
     assert kernel.compiled.runs == [
-        (5, 2, 1, 77, "function", "metadata", None, None, None, *addresses, 0.25, 3, True, "H")
+        (5, 2, 1, 77, "function", "metadata", None, None, None, *addresses, None, 0.25, 3, True, "H")
     ]
 
 
 def test_unaligned_pointers_go_through_triton():
     """A variant is compiled for aligned pointers; others need one of their own."""
-    kernel = Kernel()
-    launcher = Launcher(kernel, (1,), [(0, 0), (1, 0)], ())
+    kernel = Kernel("a", "b")
+    launcher = Launcher(kernel, (1,), {"a": Place(0), "b": Place(1)})
     for first, second in (
         (torch.zeros(9)[1:], torch.zeros(8)),
         (torch.zeros(8), torch.zeros(8)),
@@ -74,5 +81,22 @@ def test_unaligned_pointers_go_through_triton():
     assert len(kernel.compiled.runs) == 1
 
 
-def test_pieces_are_aligned():
-    assert [aligned(size) for size in (0, 1, 4, 5)] == [0, 4, 4, 8]
+def test_a_wrong_name_is_an_error():
+    with pytest.raises(TypeError, match=r"launch_nothing needs \['b'\] and knows no \['c'\]"):
+        Launcher(Kernel("a", "b"), (1,), {"a": 1, "c": 2})
+
+
+def test_an_operand_that_is_not_there():
+    """A place must be filled before the launch."""
+    with pytest.raises(AssertionError, match="launch_nothing: b is not there"):
+        Launcher(Kernel("a", "b"), (1,), {"a": Place(0), "b": Place(1)})(Memory([torch.zeros(4), None]))
+
+
+def test_regions_are_aligned():
+    regions = Regions(nothing=0, one=1, four=4, five=5, last=1)
+    assert [regions.at(name) for name in ("nothing", "one", "four", "five", "last")] == [0, 0, 4, 8, 16]
+    assert regions.size == 20
+    assert regions.view(torch.arange(20.0), "five").tolist() == [8.0, 9.0, 10.0, 11.0, 12.0]
+    packed = Regions(start=4, packed=True, one=1, two=2)
+    assert [packed.at(name) for name in ("one", "two")] == [4, 5]
+    assert packed.size == 8

@@ -47,7 +47,7 @@ LARGE = Case(2, (4, 16, 10, 10), (64, 8, 3, 3), True, (("padding", 1), ("groups"
     [("tanh", "cosine", None), ("seg", "sigmoid:k=learned", "joint"), ("ball", "linear", "separate")],
 )
 def test_pieces(magnitude, angular, weighting, dtype, channels_last, monkeypatch):
-    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 8_000)
+    monkeypatch.setattr("dcnet.ops.cpu.chunks.CHUNK", 8_000)
     case = Case(LARGE.dims, LARGE.x, LARGE.weight, LARGE.bias, LARGE.geometry, channels_last)
     tensors = operands(case, magnitude, angular, dtype)
     exact = run(case, as_float64(tensors), magnitude, angular, weighting, "reference")

@@ -12,9 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dcnet
 from dcnet import learnable, m
 from dcnet.layers import Block
-from dcnet.ops import eager as eager_implementation
-from dcnet.ops import epilogue
-from dcnet.ops.programs import record
+from dcnet.ops.cpu import autograd, passes
+from dcnet.ops.cpu.record import record
 
 FULL = (2, 3, 5, 7)
 
@@ -151,9 +150,9 @@ def test_a_number_of_one_and_repetitions_cost_nothing():
 
 def test_no_map_is_kept_where_no_gradient_is_wanted(monkeypatch):
     counts = []
-    programs = epilogue._programs
+    programs = passes._programs
     monkeypatch.setattr(
-        epilogue, "_programs", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments)
+        passes, "_programs", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments)
     )
     layer, x = dcnet.DecoupledConv2d(3, 4, 3), torch.randn(2, 3, 5, 5)
     layer(x)
@@ -214,7 +213,7 @@ def test_relu_of_a_clamped_angle():
 
 def test_angles_beyond_one_in_one_piece(monkeypatch):
     """Rounding brings d/n above 1 in some of the patches of the third image, and nowhere else."""
-    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 128)
+    monkeypatch.setattr("dcnet.ops.cpu.chunks.CHUNK", 128)
     torch.manual_seed(0)
     layer = dcnet.DecoupledConv2d(16, 4, 1, angular="linear", eps=0.0, impl="eager")
     reference = copy.deepcopy(layer)
@@ -304,7 +303,7 @@ def register_awkward():
 )
 def test_awkward_formulas(magnitude, angular, monkeypatch):
     register_awkward()
-    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 100)  # several pieces
+    monkeypatch.setattr("dcnet.ops.cpu.chunks.CHUNK", 100)  # several pieces
     torch.manual_seed(0)
     eager = dcnet.DecoupledConv2d(
         3, 5, 3, padding=1, bias=True, magnitude=magnitude, angular=angular, impl="eager"
@@ -381,10 +380,10 @@ def test_meta_fake_and_recorded():
 def test_norms_without_a_gradient_have_none():
     layer, x = dcnet.DecoupledConv2d(2, 4, 3, impl="eager"), torch.randn(2, 2, 6, 6)
     seen = []
-    real = eager_implementation.epilogue
+    real = autograd.epilogue
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            eager_implementation,
+            autograd,
             "epilogue",
             lambda dot, norms, *rest, **more: seen.append(norms) or real(dot, norms, *rest, **more),
         )

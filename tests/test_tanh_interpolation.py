@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers import Case, as_float64, assert_within_rule, operands, run
 
-from dcnet.ops import tanh_interpolation
-from dcnet.ops.tanh_interpolation import Points, tanh_of_product
+from dcnet.ops.cpu import tanh_interpolation
+from dcnet.ops.cpu.tanh_interpolation import Points, tanh_of_product
 
 RATIOS = [1.0, 1.000001, 1.001, 1.1, 2.0, 4.0, 19.0]
 
@@ -120,10 +120,11 @@ CASES = {"maps": MAPS, "channels last": replace(MAPS, channels_last=True), "few 
 @pytest.mark.parametrize("ratio", [1.0, 1.2, 3.0])
 @pytest.mark.parametrize(("angular", "weighting"), [("cosine", None), ("linear", "separate"), ("cosine", "joint")])
 def test_layers(angular, weighting, ratio, least, case, monkeypatch):
-    monkeypatch.setattr("dcnet.ops.chunks.PIECE", 8_000)
+    monkeypatch.setattr("dcnet.ops.cpu.chunks.CHUNK", 8_000)
     used = []
     monkeypatch.setattr(
-        "dcnet.ops.tanh_interpolation.torch.bmm", lambda *a, product=torch.bmm, **k: used.append(1) or product(*a, **k)
+        "dcnet.ops.cpu.tanh_interpolation.torch.bmm",
+        lambda *a, product=torch.bmm, **k: used.append(1) or product(*a, **k),
     )
     tensors = operands(case, "tanh", angular, torch.float32)
     tensors["radius"] = (least * torch.linspace(1.0, ratio, 64)).requires_grad_()

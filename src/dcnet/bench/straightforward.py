@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcnet.layers import DecoupledConv2d
-from dcnet.ops import Finish
+from dcnet.ops import PostOps
 
 
 class StraightforwardConv2d(DecoupledConv2d):
     """`DecoupledConv2d` without weighting, computed step by step."""
 
-    def forward(self, x: Tensor, finish: Finish | None = None) -> Tensor:
-        """h(‖x‖)·g(θ) for x (N, C, H, W), finished."""
+    def forward(self, x: Tensor, post_ops: PostOps | None = None) -> Tensor:
+        """h(‖x‖)·g(θ) for x (N, C, H, W), post_opsed."""
         weight = self.weight / (self.weight.square().sum((1, 2, 3), keepdim=True) + self.eps).sqrt()
         dot = F.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
         squares = x.float().square().sum(1, keepdim=True)
@@ -33,7 +33,7 @@ class StraightforwardConv2d(DecoupledConv2d):
             radius = ((self.raw_radius.square() + 1e-4) * mean).reshape(1, -1, 1, 1)
         cosine = (dot.float() / norm).clamp(-1.0, 1.0)
         y = (self.operator.magnitude(norm, radius)[0] * self.operator.angular(cosine)[0]).to(dot.dtype)
-        return y if finish is None else finish.apply(y)
+        return y if post_ops is None else post_ops.apply(y)
 
 
 def straightforward_(model: nn.Module) -> nn.Module:

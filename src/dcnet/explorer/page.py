@@ -11,7 +11,7 @@ from typing import Any
 from dcnet.explorer.javascript import to_javascript
 from dcnet.formulas import LEARNED, Formula, angulars, m, magnitudes, positive
 from dcnet.formulas.catalogue import Parameter
-from dcnet.layers.decoupled import check_options
+from dcnet.layers.decoupled import LayerOptions
 from dcnet.ops.operator import WEIGHTINGS
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ def arithmetic() -> str:
         "ASIN_SLOPE_FLOOR": m.ASIN_SLOPE_FLOOR,
         "LEARNED": LEARNED,
         "WEIGHTINGS": WEIGHTINGS,
-        "DEFAULTS": {name: argument.default for name, argument in signature(check_options).parameters.items()},
+        "DEFAULTS": {name: argument.default for name, argument in signature(LayerOptions).parameters.items()},
         "OTHERS": {key: _describe_parameter(parameter) for key, parameter in OTHERS.items()},
         "REFUSALS": refusals(),
     }
@@ -55,7 +55,7 @@ def refusals() -> dict[str, str]:
 
     def attempt(key: str, *options: Any, **more: Any) -> None:
         try:
-            check_options(*options, **more)
+            LayerOptions(*options, **more).operator()
         except ValueError as error:
             found[key] = str(error)
 

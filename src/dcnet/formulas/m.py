@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dcnet.util.compat import recorded_by_jit
+
 Value = Tensor | float
 
 # 1/sqrt(1 - c²) is unbounded at c = ±1. Every implementation, in every dtype, uses 1/sqrt(max(1 - c², this)).
@@ -77,10 +79,8 @@ def asin(c: Value) -> Value:
     exact = torch.asin(c)
     if not isinstance(c, Tensor):  # what is being recorded is not differentiated
         return exact
-    traced = (
-        not torch.compiler.is_compiling() and torch._C._is_tracing()
-    )  # by torch.jit, with or without gradients: they may be wanted later
-    if not traced and not (c.requires_grad and torch.is_grad_enabled()):
+    # torch.jit records with or without gradients: they may be wanted later
+    if not recorded_by_jit() and not (c.requires_grad and torch.is_grad_enabled()):
         return exact
     # asin up to the cap, its tangent beyond: the gradient wanted, out of ordinary operations; then the value put right
     inner = c.clamp(-_ASIN_LINEAR_FROM, _ASIN_LINEAR_FROM)

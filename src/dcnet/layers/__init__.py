@@ -1,6 +1,7 @@
 """Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
 
-from dcnet.layers.block import Block, Carrying, Chain, hooked, takes_carry
+from dcnet.layers.block import Block
+from dcnet.layers.chain import Chain, HandsOn, hand_on
 from dcnet.layers.conv import (
     DecoupledConv1d,
     DecoupledConv2d,
@@ -10,7 +11,7 @@ from dcnet.layers.conv import (
     LazyDecoupledConv3d,
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
-from dcnet.layers.decoupled import Decoupled, decoupled_layers, plain_state_dict
+from dcnet.layers.decoupled import Decoupled, LayerOptions, decoupled_layers, plain_state_dict
 from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.optimization import (
     WeightProjection,
@@ -27,7 +28,6 @@ from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norm
 
 __all__ = [
     "Block",
-    "Carrying",
     "Chain",
     "DecoupleReport",
     "Decoupled",
@@ -35,6 +35,8 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "HandsOn",
+    "LayerOptions",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",
@@ -44,7 +46,7 @@ __all__ = [
     "decouple_",
     "decoupled_layers",
     "from_pretrained",
-    "hooked",
+    "hand_on",
     "orthogonal_penalty",
     "orthonormal_penalty",
     "parameter_groups",
@@ -54,6 +56,5 @@ __all__ = [
     "recalibrate_",
     "restore_conversion_",
     "sync_norms_",
-    "takes_carry",
     "weight_gradients_",
 ]

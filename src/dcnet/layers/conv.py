@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _LazyConvXdMixin
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, Finish, geometry, known_geometry
+from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
+from dcnet.ops import EPS, Geometry, known_geometry, make_geometry
+from dcnet.util.compat import LazyConvXdMixin
 
 
 class _DecoupledConv(Decoupled):
@@ -48,24 +48,15 @@ class _DecoupledConv(Decoupled):
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self._init_decoupling(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
+        self._init_decoupling(LayerOptions(magnitude, angular, weighting, radius, eps, momentum, sync, impl))
 
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_channels, self.groups
 
-    def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
-        """The decoupled convolution of the input, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
-        make = geometry if torch.compiler.is_compiling() else known_geometry
-        where = make(
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.padding_mode,
-            len(self.kernel_size),
-        )
-        return self._decouple(input, where, finish)
+    def _geometry(self) -> Geometry:
+        make = make_geometry if torch.compiler.is_compiling() else known_geometry
+        shape = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return make(*shape, self.groups, self.padding_mode, len(self.kernel_size))
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):
@@ -80,7 +71,7 @@ class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
     __doc__ = f"`nn.Conv3d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
 
 
-class _LazyDecoupledConv(_LazyConvXdMixin):
+class _LazyDecoupledConv(LazyConvXdMixin):
     """Goes before a decoupled convolution among the bases: `in_channels` is read off the first input."""
 
     _init_decoupling: Callable[..., None]  # the decoupled convolution's
@@ -122,7 +113,7 @@ class _LazyDecoupledConv(_LazyConvXdMixin):
         self.out_channels = out_channels
         if bias:
             self.bias = UninitializedParameter(**like)
-        self._init_decoupling(**decoupling)  # again, now that the number of kernels is known
+        self._init_decoupling(LayerOptions(**decoupling))  # again, now that the number of kernels is known
 
 
 class LazyDecoupledConv1d(_LazyDecoupledConv, DecoupledConv1d):

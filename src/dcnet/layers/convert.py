@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dcnet.layers.candidates import CONVERTIBLE, TWINS, plain_class, reason_to_leave, refuse_wrapped, what_it_overrides
-from dcnet.layers.decoupled import Decoupled, Spec, check_options
+from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
 from dcnet.layers.optimization import Where
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
@@ -68,11 +68,11 @@ def decouple_(
             raise ValueError(f"types: cannot convert {kind!r}; possible: {possible} and their subclasses")
     if where is not None and not callable(where):
         raise TypeError(f"where must be a function of (name, module), got {where!r}")
-    options = [name for name in signature(check_options).parameters if name not in ("magnitude", "angular")]
+    options = [name for name in signature(LayerOptions).parameters if name not in ("magnitude", "angular")]
     for name in layer_options:
         if name not in options:
             raise TypeError(f"decouple_ has no option {name!r}.{nearest(name, options)} Possible: {', '.join(options)}")
-    check_options(magnitude, angular, **layer_options)
+    LayerOptions(magnitude, angular, **layer_options).operator()
     check_optimizer(optimizer)
     refuse_wrapped(model)
 
@@ -107,7 +107,7 @@ def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
             # The decoupled layers are the plain ones with other arithmetic, so changing the class converts the layer.
             module.__class__ = TWINS[plain_class(module)]
             assert isinstance(module, Decoupled)
-            module._init_decoupling(**options)
+            module._init_decoupling(LayerOptions(**options))
     except BaseException:
         for module, (kind, state) in before.items():
             module.__class__ = kind

@@ -1,5 +1,6 @@
 """What every decoupled layer shares: its operator, learned radius and parameters, and the running mean norm."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from dcnet.formulas import Choice, Formula, Learnable
 from dcnet.ops import (
     EPS,
     BatchMean,
-    Finish,
+    Geometry,
+    Inputs,
     LearnedRadius,
     MeanNorm,
     Operator,
+    PostOps,
     check_eps,
     check_impl,
     check_input,
@@ -22,12 +25,46 @@ from dcnet.ops import (
     decouple,
     distributed,
     make_operator,
-    recorded_by_jit,
 )
+from dcnet.util.compat import recorded_by_jit
 
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
 
 Spec = str | Formula | Choice
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The options that every decoupled layer has besides those of the plain one; `Decoupled` says what they mean."""
+
+    magnitude: Spec = "tanh"
+    angular: Spec = "cosine"
+    weighting: str | None = None
+    radius: str | float = "learned"
+    eps: float = EPS
+    momentum: float | None = 0.1
+    sync: bool = False
+    impl: str = "auto"
+
+    def operator(self) -> Operator:
+        """Return the operator a layer with these options has; raise where one of them cannot be."""
+        operator = make_operator(self.magnitude, self.angular, self.weighting)
+        if isinstance(self.radius, str):
+            if self.radius != "learned":
+                raise ValueError(f"unknown radius {self.radius!r}; possible: 'learned', or a number > 0")
+        else:
+            check_literal_radius(self.radius)
+            if not operator.magnitude.formula.has_radius:
+                raise ValueError(f"radius={self.radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
+        check_eps(self.eps)
+        check_impl(self.impl)
+        momentum = self.momentum
+        if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
+            possible = "a number from 0 to 1, or None for a cumulative average"
+            raise ValueError(f"momentum must be {possible}, got {momentum!r}")
+        if not isinstance(self.sync, bool):
+            raise ValueError(f"sync must be True or False, got {self.sync!r}")
+        return operator
 
 
 class _UnexpectedBias(str):
@@ -58,31 +95,21 @@ class Decoupled(nn.Module):
     num_batches_tracked: Tensor | None
     operator: Operator
     groups: int
-    constrained = (
-        True  # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
-    )
+    # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
+    constrained = True
     weighted_gradient: Any = None  # what `weight_gradients_` puts here
 
-    def _init_decoupling(
-        self,
-        magnitude: Spec = "tanh",
-        angular: Spec = "cosine",
-        weighting: str | None = None,
-        radius: str | float = "learned",
-        eps: float = EPS,
-        momentum: float | None = 0.1,
-        sync: bool = False,
-        impl: str = "auto",
-    ) -> None:
-        """Adds what decoupling needs to a constructed plain layer; raises before it changes anything."""
-        operator = check_options(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
+    def _init_decoupling(self, options: LayerOptions) -> None:
+        """Add what decoupling needs to a constructed plain layer; raise before anything is changed."""
+        operator = options.operator()
         has_radius = operator.magnitude.formula.has_radius
         self.operator = operator
-        self.radius, self.eps, self.momentum, self.sync, self.impl = radius, eps, momentum, sync, impl
+        self.radius, self.eps, self.momentum = options.radius, options.eps, options.momentum
+        self.sync, self.impl = options.sync, options.impl
         kernels, groups = self._kernels_and_groups()
         like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         statistics: dict[str, Any] = {"device": self.weight.device, "dtype": compute_dtype(self.weight)}
-        learns_radius = has_radius and radius == "learned"
+        learns_radius = has_radius and options.radius == "learned"
         self.register_parameter("raw_radius", nn.Parameter(torch.empty(kernels, **like)) if learns_radius else None)
         self.register_buffer("running_norm", torch.empty(groups, **statistics) if learns_radius else None)
         # a float, as running_norm is: it only ever divides
@@ -136,9 +163,17 @@ class Decoupled(nn.Module):
                 values[name] = bounds.value(raw.to(compute_dtype(raw)))
         return values
 
-    def _decouple(self, x: Any, where: Any, finish: Finish | None = None) -> Tensor:
-        if isinstance(x, Proxy):
-            return self._as_leaf(x)
+    def _geometry(self) -> Geometry:
+        raise NotImplementedError
+
+    def forward(self, input: Tensor, post_ops: PostOps | None = None) -> Tensor:
+        """Return the decoupled map of the input, in the shape and dtype the plain layer gives; `post_ops` is for `Block`."""
+        return self._as_leaf(input) if isinstance(input, Proxy) else self.decouple(input, post_ops)[0]
+
+    def decouple(
+        self, x: Tensor, post_ops: PostOps | None, energy: Tensor | None = None, leave_energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `forward`'s result for x with this energy, and, if asked to leave it, the result's energy or None."""
         check_input(x, "input")
         if self.weighted_gradient is not None:
             self.weighted_gradient.of(self.weight)
@@ -151,20 +186,11 @@ class Decoupled(nn.Module):
                 mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
                 mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
+        radius = self.effective_radius if raw_radius is None else LearnedRadius(raw_radius)
         operator = self.operator
-        return decouple(
-            x,
-            self.weight,
-            self.bias,
-            where,
-            operator,
-            self.effective_radius if raw_radius is None else LearnedRadius(raw_radius),
-            mean_norm,
-            self.learned_parameters if operator.learned else {},
-            self.eps,
-            self.impl,
-            finish,
-        )
+        learned = self.learned_parameters if operator.learned else {}
+        vectors = (self.weight, self.bias, self._geometry(), operator, radius, mean_norm, learned)
+        return decouple(Inputs(x, *vectors, self.eps, post_ops, energy, leave_energy), self.impl)
 
     def _as_leaf(self, x: Proxy) -> Any:
         """Return what `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
@@ -258,34 +284,6 @@ class Decoupled(nn.Module):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)!r}"
         return text
-
-
-def check_options(
-    magnitude: Spec = "tanh",
-    angular: Spec = "cosine",
-    weighting: str | None = None,
-    radius: str | float = "learned",
-    eps: float = EPS,
-    momentum: float | None = 0.1,
-    sync: bool = False,
-    impl: str = "auto",
-) -> Operator:
-    """The operator a layer with these options has; raises where one of them cannot be."""
-    operator = make_operator(magnitude, angular, weighting)
-    if isinstance(radius, str):
-        if radius != "learned":
-            raise ValueError(f"unknown radius {radius!r}; possible: 'learned', or a number > 0")
-    else:
-        check_literal_radius(radius)
-        if not operator.magnitude.formula.has_radius:
-            raise ValueError(f"radius={radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
-    check_eps(eps)
-    check_impl(impl)
-    if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
-        raise ValueError(f"momentum must be a number from 0 to 1, or None for a cumulative average, got {momentum!r}")
-    if not isinstance(sync, bool):
-        raise ValueError(f"sync must be True or False, got {sync!r}")
-    return operator
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

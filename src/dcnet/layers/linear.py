@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, LINEAR, Finish
+from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
+from dcnet.ops import EPS, LINEAR, Geometry
 
 
 class DecoupledLinear(Decoupled, nn.Linear):
@@ -32,11 +32,10 @@ class DecoupledLinear(Decoupled, nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._init_decoupling(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
+        self._init_decoupling(LayerOptions(magnitude, angular, weighting, radius, eps, momentum, sync, impl))
 
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_features, 1
 
-    def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
-        """The decoupled linear map of the input (…, in_features): (…, out_features); `finish` is for `Block`."""
-        return self._decouple(input, LINEAR, finish)
+    def _geometry(self) -> Geometry:
+        return LINEAR

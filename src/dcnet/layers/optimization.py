@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.sharding import check_shape, is_sharded, modules_of_fsdp, reshard_, whole_kernels
 from dcnet.ops import compute_dtype, root
+from dcnet.util.compat import function_transform_active
 
 Where = Callable[[str, nn.Module], bool]
 
@@ -235,7 +236,7 @@ def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tens
 
 def _off_target(kernels: Tensor, keep_diagonal: bool) -> Tensor:
     """‖WᵀW − I‖² or ‖WᵀW − diag(WᵀW)‖² of kernels (groups, kernels of a group, elements), summed over groups."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or function_transform_active():
         return _products(kernels, keep_diagonal).square().sum()
     return _OffTarget.apply(kernels, keep_diagonal)
 

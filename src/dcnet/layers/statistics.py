@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.ops import distributed
+from dcnet.util.compat import BatchNorm
 
 
 def sync_norms_(model: nn.Module) -> nn.Module:
@@ -19,18 +19,18 @@ def sync_norms_(model: nn.Module) -> nn.Module:
     return model
 
 
-def tracking_layers(model: nn.Module) -> dict[str, Decoupled | _BatchNorm]:
+def tracking_layers(model: nn.Module) -> dict[str, Decoupled | BatchNorm]:
     """The layers of a model that keep running averages, by name."""
 
     def tracks(layer: nn.Module) -> bool:
         if isinstance(layer, Decoupled):
             return layer.running_norm is not None
-        return isinstance(layer, _BatchNorm) and layer.running_mean is not None
+        return isinstance(layer, BatchNorm) and layer.running_mean is not None
 
     return {name: layer for name, layer in model.named_modules() if tracks(layer)}
 
 
-def _averages(layer: Decoupled | _BatchNorm) -> list[Tensor]:
+def _averages(layer: Decoupled | BatchNorm) -> list[Tensor]:
     buffers = [layer.running_norm] if isinstance(layer, Decoupled) else [layer.running_mean, layer.running_var]
     return [buffer for buffer in buffers if buffer is not None]
 

@@ -1,20 +1,15 @@
 """What the networks are made of: one place that decides between decoupled and plain layers."""
 
-import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dcnet.layers import Block, DecoupledConv2d, DecoupledLinear
+from dcnet.layers import Block, DecoupledConv2d, DecoupledLinear, LayerOptions
 
 # of decoupled layers, which a network has alike in all of them
-LAYER_OPTIONS = [
-    name
-    for name, parameter in inspect.signature(DecoupledLinear.__init__).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("magnitude", "angular", "device", "dtype")
-]
+LAYER_OPTIONS = [field.name for field in fields(LayerOptions) if field.name not in ("magnitude", "angular")]
 BATCH_NORM_EPS = 1e-3  # as in the authors' code
 
 

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from dcnet.layers import Carrying, Chain, hooked, takes_carry
+from dcnet.layers import Chain, HandsOn, hand_on
 from dcnet.models.parts import Normalize, Parts
-from dcnet.ops import Carry
 
 
 class Root(NamedTuple):
@@ -28,10 +27,8 @@ class Stage(NamedTuple):
     entry: bool = False
 
 
-class Unit(Carrying):
+class Unit(HandsOn):
     """conv, norm, act, conv, norm, add, and act if `last`; a 1×1 convolution and norm on the shortcut where the shape changes."""
-
-    carries = True
 
     def __init__(self, parts: Parts, inputs: int, outputs: int, stride: int, last: bool = True) -> None:
         super().__init__()
@@ -39,16 +36,9 @@ class Unit(Carrying):
         self.second = parts.block(outputs, outputs, activation=last)
         self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else parts.shortcut(inputs, outputs, stride)
 
-    def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
-        if carry is None or hooked(self):
-            carry = Carry()
-        first, second = self.first, self.second  # each costs a call
-        second_takes = takes_carry(second)
-        wanted, carry.wanted = carry.wanted, second_takes
-        y = first(x, carry=carry) if takes_carry(first) else first(x)
-        carry.enter(wanted)
-        shortcut = self.shortcut(x)
-        return second(y, shortcut, carry=carry) if second_takes else second(y, shortcut)
+    def with_energy(self, x: Tensor, energy: Tensor | None, leave: bool) -> tuple[Tensor, Tensor | None]:
+        y, of_y = hand_on(self.first, x, energy, True)
+        return hand_on(self.second, y, of_y, leave, self.shortcut(x))
 
 
 class ResNet(nn.Module):

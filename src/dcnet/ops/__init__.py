@@ -1,22 +1,15 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
-from dcnet.ops.dispatch import check_impl
+from dcnet.ops.api import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
+from dcnet.ops.checks import check_eps, check_impl, check_input, check_literal_radius
+from dcnet.ops.dispatch import decouple
 from dcnet.ops.flops import fvcore_handles
-from dcnet.ops.functional import (
-    LINEAR,
-    check_literal_radius,
-    decouple,
-    decoupled_conv1d,
-    decoupled_conv2d,
-    decoupled_conv3d,
-    decoupled_linear,
-)
-from dcnet.ops.geometry import geometry, known_geometry
-from dcnet.ops.inputs import LearnedRadius, MeanNorm
+from dcnet.ops.geometry import LINEAR, Geometry, known_geometry, make_geometry
+from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
-from dcnet.ops.norms import EPS, check_eps, check_input, compute_dtype, kernel_norm, patch_norm, recorded_by_jit, root
+from dcnet.ops.norms import EPS, compute_dtype, kernel_norm, root
 from dcnet.ops.operator import Operator, make_operator
-from dcnet.ops.post_ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
+from dcnet.ops.post_ops import ACTIVATIONS, ONLY_RELU, PostOps
 
 __all__ = [
     "ACTIVATIONS",
@@ -24,11 +17,12 @@ __all__ = [
     "LINEAR",
     "ONLY_RELU",
     "BatchMean",
-    "Carry",
-    "Finish",
+    "Geometry",
+    "Inputs",
     "LearnedRadius",
     "MeanNorm",
     "Operator",
+    "PostOps",
     "check_eps",
     "check_impl",
     "check_input",
@@ -41,11 +35,10 @@ __all__ = [
     "decoupled_linear",
     "distributed",
     "fvcore_handles",
-    "geometry",
     "kernel_norm",
     "known_geometry",
+    "make_geometry",
     "make_operator",
     "patch_norm",
-    "recorded_by_jit",
     "root",
 ]

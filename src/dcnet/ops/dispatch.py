@@ -1,4 +1,8 @@
-"""Which implementation computes: the one asked for, or the fastest that can."""
+"""Which implementation computes: the one place where that is decided.
+
+Four of them compute the same: `reference` (slow, obvious), `Composite` (ordinary PyTorch operations),
+`AutogradFunctions` (few passes over memory) and `fused` (Triton kernels). The second and the third are `impl="eager"`.
+"""
 
 import inspect
 import os
@@ -9,57 +13,78 @@ import torch
 from torch import Tensor
 
 from dcnet.formulas import Formula
-from dcnet.ops import eager, reference
+from dcnet.ops import reference
+from dcnet.ops.checks import check_impl
+from dcnet.ops.composite import Composite
+from dcnet.ops.cpu import AutogradFunctions
+from dcnet.ops.geometry import Geometry
 from dcnet.ops.inputs import Inputs
-from dcnet.ops.norms import recorded_by_jit
-from dcnet.util.suggest import nearest
+from dcnet.util.compat import function_transform_active, only_ordinary_operations, recorded_by_jit
 
-IMPLEMENTATIONS = ("reference", "eager", "fused")
-
-
-def check_impl(impl: object) -> None:
-    """Raises unless this names an implementation."""
-    if impl not in IMPLEMENTATIONS and impl != "auto":
-        raise ValueError(
-            f"unknown impl {impl!r}.{nearest(str(impl), IMPLEMENTATIONS)} Possible: 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}"
-        )
+_COMPOSITE, _AUTOGRAD_FUNCTIONS = Composite(), AutogradFunctions()
 
 
-def decouple_by(impl: str, inputs: Inputs) -> Tensor:
-    """The decoupled convolution by that implementation; an explicit one that cannot run raises, and never falls back."""
+def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
+    """Return the decoupled convolution (or, over no dimensions, linear map) with what follows it, and its energy.
+
+    x may come without a batch dimension, to a linear map with any leading ones. The energy is None unless it is wanted
+    and the implementation leaves one.
+    """
+    x, geometry = inputs.x, inputs.geometry
+    if geometry.dims == 0 and x.dim() == 0:
+        raise ValueError("input must be (…, in_features), got a single number")
+    if geometry.dims == 0:
+        flat = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    elif x.dim() not in (geometry.dims + 1, geometry.dims + 2):
+        dims = f"{geometry.dims + 1} (unbatched) or {geometry.dims + 2} dimensions"
+        raise ValueError(f"input must have {dims}, got the shape {tuple(x.shape)}")
+    else:
+        flat = x if x.dim() == geometry.dims + 2 else x.unsqueeze(0)
+    if not recorded_by_jit():  # the convolution checks its sizes itself, though it says less
+        _check_sizes(x, flat, inputs.weight, geometry)
+    y, energy = _choose(inputs if flat is x else inputs._replace(x=flat), impl)
+    if flat is not x:
+        y = y.reshape(*x.shape[:-1], y.shape[1]) if geometry.dims == 0 else y.squeeze(0)
+    return y, energy
+
+
+def _choose(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
+    """Compute by the implementation asked for, or the fastest that can; an explicit one that cannot run raises."""
     check_impl(impl)
-    reasons = reasons_against_fused(inputs) if impl == "fused" or (impl == "auto" and inputs.x.is_cuda) else []
-    if impl == "auto":
-        impl = "fused" if inputs.x.is_cuda and not reasons else "eager"
+    if impl == "fused" or (impl == "auto" and inputs.x.is_cuda):
+        reasons = reasons_against_fused(inputs)
+        if not reasons:
+            from dcnet.ops import fused  # needs Triton
+
+            return fused.decouple(inputs)
+        if impl == "fused":
+            raise ValueError(f"impl='fused' cannot run here: {'; '.join(reasons)}")
     if impl == "reference":
         y = reference.decouple(inputs)
-        return y if inputs.finish is None else inputs.finish.apply(y)
-    if impl == "eager":
-        return eager.decouple(inputs)
-    if reasons:
-        raise ValueError(f"impl='fused' cannot run here: {'; '.join(reasons)}")
-    from dcnet.ops import fused  # needs Triton
+        return y if inputs.post_ops is None else inputs.post_ops.apply(y), None
+    return eager().decouple(inputs), None
 
-    return fused.decouple(inputs)
+
+def eager() -> Composite:
+    """Return the implementation of `impl="eager"` that can run now."""
+    return _COMPOSITE if only_ordinary_operations() else _AUTOGRAD_FUNCTIONS
 
 
 def reasons_against_fused(inputs: Inputs) -> list[str]:
-    """Every reason why the fused kernels cannot compute this; none if they can."""
+    """Return every reason why the fused kernels cannot compute this; none if they can."""
     reasons = []
-    if not torch.compiler.is_compiling() and not _triton_present():
-        reasons.append("Triton is not installed")
+    if not torch.compiler.is_compiling():  # there is no looking for source code in a trace; the kernels would say so
+        if not _triton_present():
+            reasons.append("Triton is not installed")
+        for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
+            reasons += _reasons_against_formula(formula)
     if not inputs.x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"the input is on {inputs.x.device}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)")
     if inputs.x.dtype == torch.float64:
         reasons.append("the input is float64, and the kernels compute in float32")
-    if (
-        not torch.compiler.is_compiling()
-    ):  # looking for source code is nothing to trace; the kernels would say so themselves
-        for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
-            reasons += _reasons_against_formula(formula)
     if recorded_by_jit():
         reasons.append("torch.jit.trace is recording, and cannot look into the kernels")
-    if torch._C._are_functorch_transforms_active():
+    if function_transform_active():
         reasons.append("a function transform (vmap, jvp, …) is active, and the kernels have no rules for it")
     return reasons
 
@@ -71,13 +96,19 @@ def _triton_present() -> bool:
 
 @cache
 def _reasons_against_formula(formula: Formula) -> tuple[str, ...]:
-    reasons = []
-    if len(formula.parameters) > 3:
-        reasons.append(
-            f"the {formula.kind} {formula.name!r} has {len(formula.parameters)} parameters, and the kernels take 3"
-        )
     try:
         inspect.getsource(formula.function)
     except (OSError, TypeError):
-        reasons.append(f"the source of the {formula.kind} {formula.name!r} cannot be read (define it in a file)")
-    return tuple(reasons)
+        return (f"the source of the {formula.kind} {formula.name!r} cannot be read (define it in a file)",)
+    return ()
+
+
+def _check_sizes(x: Tensor, flat: Tensor, weight: Tensor, geometry: Geometry) -> None:
+    """Raise where the input, or the groups, do not fit the kernels."""
+    expected = weight.shape[1] * geometry.groups
+    if flat.shape[1] != expected:
+        what = "features" if geometry.dims == 0 else "channels"
+        raise ValueError(f"input has {flat.shape[1]} {what}, the layer expects {expected} (shape {tuple(x.shape)})")
+    if weight.shape[0] % geometry.groups:
+        raise ValueError(f"groups={geometry.groups} does not divide the {weight.shape[0]} kernels of the weight")
+    geometry.check_fits(flat.shape[2:])

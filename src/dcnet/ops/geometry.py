@@ -28,6 +28,11 @@ class Geometry:
         return len(self.kernel_size)
 
     @property
+    def is_pointwise(self) -> bool:
+        """Whether every patch is one position, each position a patch: 1×1 convolutions of stride 1, and linear layers."""
+        return all(size == step == 1 for size, step in zip(self.kernel_size, self.stride, strict=True))
+
+    @property
     def pads(self) -> list[int]:
         """The padding as F.pad takes it: last dimension first."""
         return [side for sides in reversed(self.padding) for side in sides]
@@ -40,23 +45,24 @@ class Geometry:
         return tuple(before for before, _ in self.padding)
 
     def check_fits(self, sizes: Sequence[int]) -> None:
-        """Raises where a window is larger than the padded map."""
+        """Raise where a window is larger than the padded map."""
         for i, size in enumerate(sizes):
             span, room = self.dilation[i] * (self.kernel_size[i] - 1) + 1, size + sum(self.padding[i])
             if span > room:
                 raise ValueError(
-                    f"the kernel spans {span} in dimension {i + 2}, but the input with its padding has {room} (sizes {tuple(sizes)})"
+                    f"the kernel spans {span} in dimension {i + 2}, but the input with its padding has {room} "
+                    f"(sizes {tuple(sizes)})"
                 )
 
     def pad(self, x: Tensor) -> Tensor:
-        """x with the padding written out, in this geometry's padding mode."""
+        """Return x with the padding written out, in this geometry's padding mode."""
         if not any(self.pads):
             return x
         return F.pad(x, self.pads, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
 
 
 def sizes(name: str, value: Sizes, dims: int, least: int) -> tuple[int, ...]:
-    """`value` as one whole number per dimension; `name` is for the error."""
+    """Return `value` as one whole number per dimension; `name` is for the error."""
     try:
         values = tuple(index(v) for v in value) if isinstance(value, Sequence) else (index(value),)
     except TypeError:
@@ -68,7 +74,7 @@ def sizes(name: str, value: Sizes, dims: int, least: int) -> tuple[int, ...]:
     return values
 
 
-def geometry(
+def make_geometry(
     kernel_size: Sizes,
     stride: Sizes,
     padding: str | Sizes,
@@ -77,7 +83,7 @@ def geometry(
     padding_mode: str,
     dims: int,
 ) -> Geometry:
-    """The geometry these arguments of `nn.Conv2d` (1d and 3d alike) describe."""
+    """Return the geometry that these arguments of `nn.Conv2d` (1d and 3d alike) describe."""
     kernel_size, stride, dilation = (
         sizes("kernel_size", kernel_size, dims, 1),
         sizes("stride", stride, dims, 1),
@@ -99,17 +105,19 @@ def geometry(
     return Geometry(kernel_size, stride, sides, dilation, groups, padding_mode)
 
 
+LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input vector
+
 # For layers, which ask for the same one in every forward; torch.compile follows the function itself.
-known_geometry = lru_cache(1024)(geometry)
+known_geometry = lru_cache(1024)(make_geometry)
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, where: Geometry) -> Tensor:
-    """The plain convolution over this geometry; over no dimensions, the linear map."""
-    if where.dims == 0:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """Return the plain convolution over this geometry; over no dimensions, the linear map."""
+    if geometry.dims == 0:
         return F.linear(x, weight, bias)
-    padding = where.symmetric_padding
+    padding = geometry.symmetric_padding
     if padding is None:
-        x, padding = where.pad(x), (0,) * where.dims
-    return _CONVOLUTIONS[where.dims](x, weight, bias, where.stride, padding, where.dilation, where.groups)
+        x, padding = geometry.pad(x), (0,) * geometry.dims
+    return _CONVOLUTIONS[geometry.dims](x, weight, bias, geometry.stride, padding, geometry.dilation, geometry.groups)

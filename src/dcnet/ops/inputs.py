@@ -10,7 +10,7 @@ from dcnet.ops.geometry import Geometry
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import compute_dtype
 from dcnet.ops.operator import Operator
-from dcnet.ops.post_ops import Finish
+from dcnet.ops.post_ops import PostOps
 
 RADIUS_FLOOR = 1e-4
 
@@ -30,7 +30,13 @@ class LearnedRadius(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The operands of one decoupled convolution; x is (N, C, …), radius and learned values are (out_channels,)."""
+    """The operands of one decoupled convolution; x is (N, C, …), radius and learned values are (out_channels,).
+
+    An energy is ½·Σ x² over channels, (maps, N, 1, …) in float32, to be added up over its first dimension, and
+    differentiable: its gradient times x belongs to the gradient in x (half the sum of squares, so that this needs no
+    factor). The layer that makes a map can compute it on the way and hand it to the layer that takes the map: one pass
+    over the map less in each direction. Only the fused kernels do; others ignore one and leave none.
+    """
 
     x: Tensor
     weight: Tensor
@@ -41,7 +47,9 @@ class Inputs(NamedTuple):
     mean_norm: MeanNorm
     learned: Mapping[str, Tensor]
     eps: float
-    finish: Finish | None = None
+    post_ops: PostOps | None = None
+    energy: Tensor | None = None  # of x
+    leave_energy: bool = False  # whether the energy of the output is wanted
 
     @property
     def rho(self) -> Tensor | None:
@@ -49,7 +57,7 @@ class Inputs(NamedTuple):
         return self.radius.rho if isinstance(self.radius, LearnedRadius) else self.radius
 
     def radii(self, norms: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}; both (out_channels,), or None without a radius."""
+        """Return ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}; (out_channels,), None without a radius."""
         rho = self.rho
         if rho is None:
             return None, None

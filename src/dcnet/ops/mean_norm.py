@@ -6,14 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def recomputing() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing doing again what has been counted."""
-    return torch._C._current_graph_task_id() != -1
+from dcnet.util.compat import recomputing
 
 
 def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
-    """Moves the running average towards the mean of a new batch, unless this forward is a recomputation.
+    """Move the running average towards the mean of a new batch, unless this forward is a recomputation.
 
     A group whose mean is not finite stays where it is, and its batch is not counted: one NaN would never leave the average.
     """
@@ -47,13 +44,13 @@ class BatchMean(NamedTuple):
     sync: bool = False  # over the batches of all ranks
 
     def of(self, norms: Tensor) -> Tensor:
-        """E{‖x‖} of a map of patch norms (N, groups, …): (groups,). Moves the running average."""
+        """Return E{‖x‖} of a map of patch norms (N, groups, …): (groups,). Move the running average."""
         mean = mean_over_ranks(norms) if self.sync else norms.mean([0, *range(2, norms.dim())])
         self.track(mean.detach())
         return mean
 
     def track(self, mean: Tensor) -> None:
-        """Moves the running average, if there is one, unless this forward is a recomputation."""
+        """Move the running average, if there is one, unless this forward is a recomputation."""
         if self.running_norm is None or self.num_batches_tracked is None:
             return
         track = torch.ops.dcnet.track_norm if torch.compiler.is_compiling() else _track_norm
@@ -76,12 +73,12 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def distributed() -> bool:
-    """Whether this process is one of several ranks."""
+    """Tell whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def mean_over_ranks(norms: Tensor) -> Tensor:
-    """E{‖x‖} of each group over the batches of all ranks, with gradient: (groups,)."""
+    """Return E{‖x‖} of each group over the batches of all ranks, with gradient: (groups,)."""
     sums = norms.sum([0, *range(2, norms.dim())])
     count = torch.full_like(sums[:1], norms[:, 0].numel())
     both = torch.cat([sums, count])

@@ -1,6 +1,6 @@
 """Which decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,14 +64,20 @@ class Operator:
             else self.magnitude(norm, rho, learned)
         )
 
-    def formulas(self) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., tuple[Any, ...]]]:
-        """`patch_magnitude` and the angular function, both called with (first, rho, *learned)."""
-        return (
-            lambda norm, rho, *learned: self.patch_magnitude(
-                norm, rho, dict(zip(self.magnitude.learned, learned, strict=True))
-            ),
-            lambda c, _, *learned: self.angular(c, None, dict(zip(self.angular.learned, learned, strict=True))),
-        )
+    def parts(self, c: Any, n: Any, gain: Any, radius: Any, *learned: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return h(t·‖x‖) and g(cos θ), each with its slopes; gain is t, None for 1; learned as in `self.learned`."""
+        values = dict(zip(self.learned, learned, strict=True))
+        of_h = {name: values[name] for name in self.magnitude.learned}
+        of_g = {name: values[name] for name in self.angular.learned}
+        return self.patch_magnitude(n if gain is None else n * gain, radius, of_h), self.angular(c, None, of_g)
+
+    def value(self, c: Any, n: Any, factor: Any, gain: Any, radius: Any, bias: Any, *learned: Any) -> Any:
+        """Return s·h(t·‖x‖)·g(cos θ) + b in the compute dtype; s is the factor, t the gain, None for 1."""
+        (h, *_), (g, *_) = self.parts(c, n, gain, radius, *learned)
+        y = g * h
+        if factor is not None:
+            y = y * factor
+        return y if bias is None else y + bias
 
 
 def make_operator(

@@ -8,28 +8,30 @@ from dcnet.ops.norms import compute_dtype, inverse, kernel_norm, root
 
 
 def patches_of(x: Tensor, inputs: Inputs) -> Tensor:
-    """Every patch of every group: (N, groups, channels per group, *positions, *kernel_size)."""
-    where = inputs.geometry
-    windows = where.pad(x)
-    for i, (size, step, dilation) in enumerate(zip(where.kernel_size, where.stride, where.dilation, strict=True)):
+    """Return every patch of every group: (N, groups, channels per group, *positions, *kernel_size)."""
+    geometry = inputs.geometry
+    windows = geometry.pad(x)
+    for i, (size, step, dilation) in enumerate(
+        zip(geometry.kernel_size, geometry.stride, geometry.dilation, strict=True)
+    ):
         windows = windows.unfold(2 + i, dilation * (size - 1) + 1, step)[..., ::dilation]
-    return windows.unflatten(1, (where.groups, -1))
+    return windows.unflatten(1, (geometry.groups, -1))
 
 
 def decouple(inputs: Inputs) -> Tensor:
-    """h(‖w‖, ‖x‖)·g(θ) for every patch and kernel: (N, out_channels, *positions)."""
-    operator, where, weight = inputs.operator, inputs.geometry, inputs.weight
-    positions = (1,) * where.dims
+    """Return h(‖w‖, ‖x‖)·g(θ) for every patch and kernel: (N, out_channels, *positions)."""
+    operator, geometry, weight = inputs.operator, inputs.geometry, inputs.weight
+    positions = (1,) * geometry.dims
     patches = patches_of(inputs.x, inputs)
-    patches = patches.movedim(2, 1 + 1 + where.dims).flatten(2 + where.dims)  # (N, groups, *positions, patch)
+    patches = patches.movedim(2, 1 + 1 + geometry.dims).flatten(2 + geometry.dims)  # (N, groups, *positions, patch)
     exact = compute_dtype(patches)
 
     def per_kernel(v: Tensor) -> Tensor:
-        return v.to(exact).reshape(1, where.groups, -1, *positions)
+        return v.to(exact).reshape(1, geometry.groups, -1, *positions)
 
     w_norm = kernel_norm(weight, inputs.eps)
     unit = weight.to(exact).flatten(1) * inverse(w_norm, inputs.eps).unsqueeze(1)
-    unit = unit.to(weight.dtype).unflatten(0, (where.groups, -1))  # (groups, kernels, patch)
+    unit = unit.to(weight.dtype).unflatten(0, (geometry.groups, -1))  # (groups, kernels, patch)
     dot = torch.einsum("ng...i,gki->ngk...", patches, unit)
     n = root(patches.to(exact).square().sum(-1), inputs.eps).unsqueeze(2)
 

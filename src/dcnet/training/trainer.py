@@ -8,8 +8,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from torch import nn
-
 from dcnet.data import FOLDER, ImageFolder, Resident, load_data
 from dcnet.training.calibration import calibrated
 from dcnet.training.callback import Callback, Callbacks
@@ -25,6 +23,7 @@ from dcnet.training.run import Run
 from dcnet.training.settings import settings
 from dcnet.training.state import TrainingState
 from dcnet.training.tensorboard import TensorBoard
+from dcnet.util.compat import BatchNorm
 from dcnet.util.provenance import provenance
 from dcnet.version import __version__
 
@@ -137,7 +136,7 @@ def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
     state = TrainingState(recipe, shape, steps, ranks, begun)
     alone = recipe.batch == ranks.world * recipe.accumulate
-    if alone and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in state.model.modules()):
+    if alone and any(isinstance(module, BatchNorm) for module in state.model.modules()):
         raise ValueError(
             f"batch={recipe.batch} in parts of one image (× {ranks.world * recipe.accumulate}) does not go with BatchNorm"
         )

@@ -1,6 +1,5 @@
 """The catalogue's formulas inside Triton kernels: the same code objects, with `m` bound to its Triton twin."""
 
-import ast
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -10,40 +9,27 @@ import triton.language as tl
 
 from dcnet.formulas import Choice, Formula
 from dcnet.ops.fused import triton_math, triton_math16
-
-MOST_PARAMETERS = 3  # of one formula, in a kernel
+from dcnet.util.compat import without_annotations
 
 
 @cache
 def jit(formula: Formula, half: bool) -> Any:
-    """The formula as a Triton function; `half` where its results are rounded to 16 bits."""
+    """Return the formula as a Triton function; `half` where its results are rounded to 16 bits."""
     plain = formula.function
     assert isinstance(plain, FunctionType)
     # tl is for the interpreter, which wants to see it in every function
-    bound = FunctionType(
-        plain.__code__,
-        {**plain.__globals__, "m": triton_math16 if half else triton_math, "tl": tl},
-        plain.__name__,
-        plain.__defaults__,
-    )
+    names = {**plain.__globals__, "m": triton_math16 if half else triton_math, "tl": tl}
+    bound = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
     bound.__module__ = plain.__module__
-    function = triton.jit(bound)
-    if isinstance(function, triton.JITFunction):
-        # The compiler looks up the annotations too, as if they were part of the arithmetic: `positive` is none of its business.
-        tree = ast.parse(function.src)
-        definition = tree.body[0]
-        assert isinstance(definition, ast.FunctionDef)
-        for argument in definition.args.args:
-            argument.annotation = None
-        function._unsafe_update_src(ast.unparse(tree))
-    return function
+    return without_annotations(triton.jit(bound))
 
 
-def arguments(choice: Choice, overrides: dict[str, float], first_learned: int) -> tuple[int, list[float], list[int]]:
-    """How many parameters a formula has, their fixed values, and which row of the learned ones each takes (−1: fixed)."""
-    values = dict(choice.values) | overrides
-    names = list(choice.formula.parameters)
-    fixed = [values.get(name, 0.0) for name in names]
+def arguments(
+    letter: str, choice: Choice, half: bool, overrides: dict[str, float], first_learned: int
+) -> dict[str, Any]:
+    """Return what a kernel gets for a formula: the function, its parameters' values, and which row of the learned ones
+    each takes (−1: none)."""
+    values, names = dict(choice.values) | overrides, list(choice.formula.parameters)
     rows = [first_learned + choice.learned.index(name) if name in choice.learned else -1 for name in names]
-    padding = MOST_PARAMETERS - len(names)
-    return len(names), fixed + [0.0] * padding, rows + [-1] * padding
+    fixed = tuple(values.get(name, 0.0) for name in names)
+    return {letter: jit(choice.formula, half), f"{letter}_FIXED": fixed, f"{letter}_ROWS": tuple(rows)}

@@ -1,7 +1,7 @@
 """The decoupled convolution in compiled graphs: `torch.library` operators.
 
-`decoupled` is what a graph is built with. Whoever traces its gradient finds in it two operators that have none, which are called with less
-ado, and may write to their inputs: the kernels move the running averages on the way, as they do in eager mode.
+`decoupled` is what a graph is built with. Tracing its gradient shows two operators that have none, which are quicker to
+call and may write to their inputs: the kernels move the running averages on the way, as they do in eager mode.
 """
 
 from typing import Any
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
-from dcnet.ops.fused.backward import backward
-from dcnet.ops.fused.call import READ_BY_BACKWARD, call_of, convolution
-from dcnet.ops.fused.forward import forward
 from dcnet.ops.fused.layout import energy_maps, on_device
 from dcnet.ops.fused.once import differentiable_once
+from dcnet.ops.fused.op import backward, forward
 from dcnet.ops.fused.operands import (
     GIVEN,
     OF_RANKS,
@@ -26,13 +24,15 @@ from dcnet.ops.fused.operands import (
     arrived,
     as_arguments,
     as_options,
+    for_backward,
+    gradient_regions,
     operand_gradients,
-    places,
-    vector_places,
+    vector_regions,
     wanted_output,
 )
-from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.plan import Plan, convolution, plan_of
 from dcnet.ops.mean_norm import BatchMean
+from dcnet.util.compat import below_autograd
 
 TENSORS, KEPT, OPTIONS = len(Operands._fields), len(Kept._fields), 3
 NO_EFFECTS = Effects()
@@ -47,7 +47,7 @@ _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 
 
 def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """The output, and its energy if that is to be left, while a graph is traced."""
+    """Return the output, and its energy if that is to be left, while a graph is traced."""
     options = as_arguments(o)
     if not differentiable and effects == NO_EFFECTS:
         out, left = torch.ops.dcnet.decoupled_inference(*t, *options)
@@ -77,14 +77,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         None if running_norm is None else BatchMean(running_norm, mean_batches, mean_momentum, o.mean_kind == OF_RANKS)
     )
     with on_device(t.x):
-        out, left, kept = forward(call_of(t, o), t, Effects(tracked, momentum, batches))
+        out, left, kept = forward(plan_of(t, o), t, Effects(tracked, momentum, batches))
     return out, kept.vectors.new_empty(0) if left is None else left, *kept
 
 
 def _inference(*arguments: Any) -> tuple[Tensor, Tensor]:
     t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
-        out, left, kept = forward(call_of(t, o), t, NO_EFFECTS, keep=False)
+        out, left, kept = forward(plan_of(t, o), t, NO_EFFECTS, keep=False)
     return out, kept.vectors.new_empty(0) if left is None else left
 
 
@@ -97,7 +97,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     unit = torch.empty_like(t.weight, dtype=t.x.dtype)
     dot = convolution(t.x, unit, o)
     norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
-    size = places(t.weight.shape[0], o.groups, o.mean_kind, o.follows, o.weighting).size
+    size = vector_regions(t.weight.shape[0], o).size
     left = norms.new_empty((energy_maps(t.weight.shape[0], o.groups), *norms.shape) if o.leaves else 0)
     return torch.empty_like(dot), left, dot, norms, unit, norms.new_empty(size)
 
@@ -107,7 +107,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
-        gradients = backward(call_of(t, o, kept.dot), e, of_left, t, kept, out, want_x, want_weight, add=False)
+        gradients = backward(plan_of(t, o, kept.dot), e, of_left, t, kept, out, want_x, want_weight, add=False)
     single = {"products", "mean"}  # float32, whatever the gradient is
     found = zip(Gradients._fields, gradients, strict=True)
     return tuple(
@@ -127,7 +127,7 @@ def _backward_fake(
         torch.empty_like(t.x) if want_x else e.new_empty(0),
         kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if want_x else 0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
-        kept.vectors.new_empty(vector_places(t, o).slope.stop),
+        kept.vectors.new_empty(gradient_regions(t, o).size),
         kept.vectors.new_empty(o.groups * parts if o.mean_kind == GIVEN else 0),
         e.new_empty(0) if out is None else torch.empty_like(kept.dot),
     )
@@ -153,7 +153,7 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
         x = t.x.unflatten(1, (o.groups, -1)).float() * gradients.products.unsqueeze(2)
         gradients = gradients._replace(x=(gradients.x.float() + x.flatten(1, 2)).to(t.x.dtype))
     rest = len(ctx.needs_input_grad) - TENSORS
-    return *operand_gradients(gradients, e, vector_places(t, o), t, o, wanted, ctx.maps), *[None] * rest
+    return *operand_gradients(gradients, e, gradient_regions(t, o), t, o, wanted, ctx.maps), *[None] * rest
 
 
 class _Traced(torch.autograd.Function):
@@ -165,15 +165,14 @@ class _Traced(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept, *[] if o.leaves else [left])
         ctx.set_materialize_grads(False)
         ctx.maps = 0 if t.energy is None else t.energy.shape[0]
-        saved = [tensor if name in READ_BY_BACKWARD else None for name, tensor in zip(Operands._fields, t, strict=True)]
-        ctx.save_for_backward(*saved, *kept, wanted_output(out, t, o))
+        ctx.save_for_backward(*for_backward(t), *kept, wanted_output(out, t, o))
         return out, left, *kept
 
     backward = staticmethod(_gradients)
 
 
 def _below_autograd(*arguments: Any) -> tuple[Tensor, ...]:
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return torch.ops.dcnet.decoupled_forward(*arguments)
 
 

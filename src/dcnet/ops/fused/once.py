@@ -1,4 +1,4 @@
-"""Gradients by kernels have no derivative: who asks for one gets an error, never a number with a part missing."""
+"""Gradients by kernels have no derivative: asking for one is an error, and never a number with a part missing."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -18,14 +18,14 @@ class _Once(torch.autograd.Function):
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """The backward of an autograd function, whose results have a derivative that raises.
+    """Wrap the backward of an autograd function so that its results have a derivative that raises.
 
     PyTorch's `once_differentiable` ties them to the incoming gradients alone, which need not require one; here they are tied to what was
     saved as well.
     """
 
     def recorded(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():  # nobody records
+        if not torch.is_grad_enabled():  # nothing is recorded
             return backward(ctx, *incoming)
         with torch.no_grad():
             gradients = backward(ctx, *incoming)

@@ -3,21 +3,21 @@
 from ast import literal_eval
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcnet.ops.fused.launcher import aligned
+from dcnet.formulas import angulars, magnitudes
+from dcnet.ops.fused.layout import Regions
 from dcnet.ops.mean_norm import BatchMean
+from dcnet.ops.operator import Operator, make_operator
 
-NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(
-    4
-)  # what multiplies ρ: nothing, a tensor, E{‖x‖} of this batch, or of all ranks' batches
-ALONE, AVERAGES, STATISTICS = range(
-    3
-)  # what follows: no BatchNorm, one with its running averages, one with this batch's statistics
+# What multiplies ρ: nothing, a tensor, E{‖x‖} of this batch, or of all ranks' batches
+NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)
+# What follows: no BatchNorm, one with its running averages, one with this batch's statistics
+ALONE, AVERAGES, STATISTICS = range(3)
+PRELU = 2  # among ACTIVATIONS
 
 
 class Options(NamedTuple):
@@ -33,25 +33,29 @@ class Options(NamedTuple):
     follows: int
     norm_eps: float
     activation: int  # which of ACTIVATIONS
-    magnitude: str
-    angular: str
-    weighting: str
     leaves: bool  # whether to leave the energy of the output
+    operator: Operator
 
 
 def as_arguments(o: Options) -> tuple[str, float, float]:
-    """How options go through a graph: one text instead of many arguments, each of which takes time in every call, and what may be symbolic."""
-    return str(tuple(o._replace(eps=0.0, norm_eps=0.0))), o.eps, o.norm_eps
+    """Return options as they go through a graph: one text instead of many arguments, and what may be symbolic."""
+    return str((*o[:4], 0.0, *o[5:8], 0.0, *o[9:-1], *o.operator.names)), o.eps, o.norm_eps
 
 
 @lru_cache(4096)
-def _options_named(text: str) -> Options:
-    return Options(*literal_eval(text))
+def _parsed(text: str) -> Options:
+    *options, magnitude, angular, weighting = literal_eval(text)
+    return Options._make([*options, make_operator(magnitude, angular, weighting or None)])
 
 
 def as_options(text: str, eps: float, norm_eps: float) -> Options:
-    """The options that make these arguments."""
-    return _options_named(text)._replace(eps=eps, norm_eps=norm_eps)
+    """Return the options that make these arguments. A graph knows formulas by name: they may be others by now."""
+    options = _parsed(text)
+    h, g = options.operator.magnitude, options.operator.angular
+    if magnitudes().get(h.name) is not h.formula or angulars().get(g.name) is not g.formula:
+        _parsed.cache_clear()
+        options = _parsed(text)
+    return options._replace(eps=eps, norm_eps=norm_eps)
 
 
 class Operands(NamedTuple):
@@ -69,7 +73,17 @@ class Operands(NamedTuple):
     running_var: Tensor | None
     residual: Tensor | None
     slope: Tensor | None
-    energy: Tensor | None  # of x, as the layer before has left it: see `Carry`
+    energy: Tensor | None  # of x, as the layer before has left it
+
+
+READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
+
+
+def for_backward(t: Operands) -> Operands:
+    """Return the operands that backward reads, None for the others."""
+    return Operands(
+        t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, None, None, None, None, None, t.slope, None
+    )
 
 
 class Effects(NamedTuple):
@@ -86,101 +100,88 @@ class Kept(NamedTuple):
     dot: Tensor  # ⟨w, x⟩/‖w‖
     norms: Tensor  # ‖x‖ (N, groups, …)
     unit: Tensor  # w/‖w‖
-    vectors: Tensor  # small ones in one, where `places` says
+    vectors: Tensor  # small ones in one, where `vector_regions` says
 
 
-class Places(NamedTuple):
-    """Where in `Kept.vectors` they start."""
-
-    w_norm: int
-    norm: int  # BatchNorm's mean, variance, rstd, scale, shift and centre (6, out_channels)
-    factor: int  # α·h₁(‖w‖) of "separate"
-    mean: int  # E{‖x‖} (groups,); over all ranks followed by the number of norms
-    size: int
-
-
-def places(kernels: int, groups: int, mean_kind: int, follows: int, weighting: str) -> Places:
-    """The places for so many kernels."""
-    factor = kernels if weighting == "separate" else 0
-    mean = groups + 1 if mean_kind in (OF_BATCH, OF_RANKS) else 0
-    return Places(*accumulate(map(aligned, (kernels, 6 * kernels if follows else 0, factor, mean)), initial=0))
+def vector_regions(kernels: int, o: Options) -> Regions:
+    """Return what lies where in `Kept.vectors`."""
+    return Regions(
+        w_norm=kernels,
+        norm=6 * kernels if o.follows else 0,  # BatchNorm's mean, variance, rstd, scale, shift and center
+        factor=kernels if o.operator.weighting == "separate" else 0,  # α·h₁(‖w‖)
+        mean=o.groups + 1
+        if o.mean_kind in (OF_BATCH, OF_RANKS)
+        else 0,  # E{‖x‖}; over all ranks then the number of norms
+    )
 
 
 class Gradients(NamedTuple):
-    """The gradients in the operands; None for those that are not wanted, or not there (a registered operator gives empty ones)."""
+    """The gradients in the operands; None for those not wanted, or not there (a registered operator gives empty ones)."""
 
     x: Tensor | None
-    products: (
-        Tensor | None
-    )  # (N, groups, …): the gradient in x's energy; times x it is still to be added to the one in x, if it has not been
+    products: Tensor | None  # (N, groups, …), of x's energy; times x it belongs to the one in x, if it is not yet added
     weight: Tensor | None
-    vectors: Tensor  # rows of out_channels: those of factor, gain, radius and bias that are there, learned; BatchNorm's: `vector_places`
+    vectors: Tensor  # where `gradient_regions` says
     mean: Tensor | None  # of a given one: (groups, parts), to be added up
     residual: Tensor | None  # if it is not the incoming gradient itself
 
 
-class VectorPlaces(NamedTuple):
-    """Where in `Gradients.vectors` each starts and ends; the start is the end for those that are not there."""
-
-    w_norm: slice
-    radius: slice
-    bias: slice
-    learned: slice
-    beta: slice
-    gamma: slice
-    slope: slice
-
-
-def vector_places(t: Operands, o: Options) -> VectorPlaces:
-    """The places of the vectors' gradients."""
-    rows = [
-        int(bool(o.weighting)),
-        int(t.radius is not None),
-        int(t.bias is not None),
-        0 if t.learned is None else t.learned.shape[0],
-    ]
+def gradient_regions(t: Operands, o: Options) -> Regions:
+    """Return what lies where in `Gradients.vectors`: rows of one kernel, then BatchNorm's, written by another."""
     kernels, norm = t.weight.shape[0], int(o.follows != ALONE)
-    ends = [end * kernels for end in accumulate(rows, initial=0)]
-    start = aligned(ends[-1])  # BatchNorm's are written by another kernel
-    ends_of_norm = [
-        start + end * kernels for end in accumulate((norm, norm, int(norm and o.activation == 2)), initial=0)
-    ]
-    return VectorPlaces(*starmap(slice, [*pairwise(ends), *pairwise(ends_of_norm)]))
+    rows = Regions(
+        packed=True,
+        w_norm=kernels * bool(o.operator.weighting),
+        radius=kernels * (t.radius is not None),
+        bias=kernels * (t.bias is not None),
+        learned=kernels * (0 if t.learned is None else t.learned.shape[0]),
+    )
+    of_norm = Regions(
+        start=rows.size,
+        packed=True,
+        beta=kernels * norm,
+        gamma=kernels * norm,
+        slope=kernels * (norm and o.activation == PRELU),
+    )
+    of_norm.slices = rows.slices | of_norm.slices
+    return of_norm
 
 
 def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
-    """The output where backward may need it; elsewhere it is computed again."""
+    """Return the output where backward may need it; elsewhere it is computed again."""
     return out if t.residual is not None and (o.activation != 0 or o.leaves) else None
 
 
 def arrived(
     e: Tensor | None, of_left: Tensor | None, out: Tensor | None, dot: Tensor, o: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient that came in for the output, zeros if none came; and the output, if the gradient in front of a residual depends on it."""
+    """Return the gradient that came in for the output, zeros if none came; and the output, if that gradient depends on it."""
     depends = o.activation != 0 or of_left is not None
     return torch.zeros_like(dot) if e is None else e, out if depends else None
 
 
 def operand_gradients(
-    gradients: Gradients, e: Tensor, places: VectorPlaces, t: Operands, o: Options, wanted: Sequence[bool], maps: int
+    gradients: Gradients, e: Tensor, regions: Regions, t: Operands, o: Options, wanted: Sequence[bool], maps: int
 ) -> tuple[Tensor | None, ...]:
-    """The gradients by operand, in the order of `Operands`, None for those that are not wanted. maps: how many x's energy came in."""
-    x, weight, bias, radius, mean_norm, learned, gamma, beta, _, _, residual, slope, energy = wanted
-    vectors = gradients.vectors
-    return (
-        gradients.x if x else None,
-        gradients.weight if weight else None,
-        vectors[places.bias] if bias else None,
-        vectors[places.radius] if radius else None,
-        gradients.mean.view(o.groups, -1).sum(1) if mean_norm and gradients.mean is not None else None,
-        vectors[places.learned].view_as(t.learned) if learned and t.learned is not None else None,
-        vectors[places.gamma] if gamma else None,
-        vectors[places.beta] if beta else None,
-        None,
-        None,
-        (e if gradients.residual is None else gradients.residual) if residual else None,
-        vectors[places.slope] if slope else None,
-        gradients.products.expand(maps, *gradients.products.shape)
-        if energy and gradients.products is not None
-        else None,
+    """Return the gradients in the order of `Operands`, None for those not wanted. maps: in how many x's energy came."""
+    want = Operands(*wanted)  # type: ignore[arg-type]
+
+    def vector(name: str) -> Tensor | None:
+        return regions.view(gradients.vectors, name) if getattr(want, name) else None
+
+    learned, products = vector("learned"), gradients.products
+    return Operands(
+        x=gradients.x if want.x else None,  # type: ignore[arg-type]
+        weight=gradients.weight if want.weight else None,  # type: ignore[arg-type]
+        bias=vector("bias"),
+        radius=vector("radius"),
+        mean_norm=gradients.mean.view(o.groups, -1).sum(1) if want.mean_norm and gradients.mean is not None else None,
+        learned=learned.view_as(t.learned) if learned is not None and t.learned is not None else None,
+        gamma=vector("gamma"),
+        beta=vector("beta"),
+        running_mean=None,
+        running_var=None,
+        residual=(e if gradients.residual is None else gradients.residual) if want.residual else None,
+        slope=vector("slope"),
+        energy=products.expand(maps, *products.shape) if want.energy and products is not None else None,
     )

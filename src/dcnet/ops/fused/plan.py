@@ -1,190 +1,373 @@
-"""How the epilogue's kernels go over an output: tiles, and the arguments that stay the same from call to call."""
+"""What stays the same between calls with operands of the same kinds: sizes, and launchers that know where their pointers are.
 
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+Python's share in a training step was larger than the kernels'. So everything that can be is worked out once, when a
+combination of shapes, memory orders, dtypes and options is first seen.
+"""
+
+import math
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
-from dcnet.formulas import Choice, angulars, magnitudes
-from dcnet.ops.fused import backward_kernel, formulas, forward_kernel, statistics
-from dcnet.ops.fused.launcher import Launcher, Place, aligned
-from dcnet.ops.fused.layout import Sizes, View, cdiv
+from dcnet.formulas import Choice
+from dcnet.ops.fused import formulas
+from dcnet.ops.fused.kernels import statistics
+from dcnet.ops.fused.kernels.backward import backward as backward_kernel
+from dcnet.ops.fused.kernels.forward import forward as forward_kernel
+from dcnet.ops.fused.launcher import Changing, Launcher, Place
+from dcnet.ops.fused.layout import Regions, View, cdiv, dense, energy_maps
+from dcnet.ops.fused.norm_plan import NormPlan, kernel_launchers
+from dcnet.ops.fused.operands import (
+    ALONE,
+    GIVEN,
+    NO_MEAN,
+    OF_BATCH,
+    OF_RANKS,
+    PRELU,
+    READ_BY_BACKWARD,
+    STATISTICS,
+    Operands,
+    Options,
+    gradient_regions,
+    vector_regions,
+)
 from dcnet.ops.inputs import RADIUS_FLOOR
-from dcnet.ops.operator import Operator, make_operator
 
-PROGRAMS, STAGES, TILE, WARPS = (
-    3,
-    3,
-    2048,
-    4,
-)  # programs on each multiprocessor, tiles a program loads ahead, elements of a tile, its warps
+PROGRAMS = 3  # on each multiprocessor
+STAGES = 3  # tiles a program loads ahead
+TILE = 2048  # elements of a tile
+WARPS = 4  # of a program
 _SUMMED = 8192  # numbers of other programs added up at once
 _CHANNELS = 16  # of a program of `vector_gradients`
+NORM_MOMENTUM, MEAN_MOMENTUM = Changing(0), Changing(1)  # the floats that a forward launch is given
+
+# The tensors of a call, by slot: what `forward` and `backward` fill
+FORWARD = (
+    *Operands._fields,
+    *("batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out"),
+)
+BACKWARD = (
+    *READ_BY_BACKWARD,
+    *(
+        "e",
+        "of_left",
+        "out",
+        "dot",
+        "norms",
+        "unit",
+        "vectors",
+        "grad_d",
+        "of_vectors",
+        "behind",
+        "scratch",
+        "products",
+    ),
+    *("of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
+)
 
 
-class ForwardFlags(NamedTuple):
-    """What one launch of the forward kernel is to do; its last arguments, in their order."""
-
-    mean_parts: int  # of how many sums E{‖x‖} is made
-    tally: bool  # whether the kernel may count the batch, which only a single group can
-    mean: int  # 0: no E{‖x‖}, 1: known, 2: to be added up
-    track: int = 0  # its running average: 0 stays, 1 moves with the momentum, 2 is cumulative
-    norm: int = 0  # BatchNorm: 0 none, 1 with its running averages, 2 with this batch's statistics
-    has_gamma: bool = False
-    has_beta: bool = False
-    move: bool = False  # whether BatchNorm's running averages move
-    residual: bool = False
-    activation: int = 0
-    statistics: bool = False  # only the sums for BatchNorm's statistics, and no output
-    centre: bool = False  # whether there is a running mean to take them around
-    energy: bool = False  # also ½·Σ of the output's squares over channels, for the layer that comes next
+def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
+    """Return ⟨w, x⟩/‖w‖."""
+    if not options.stride:  # no dimensions: a linear map
+        return x @ unit.t()
+    zeros = (0,) * len(options.stride)
+    shape = (options.stride, options.padding, options.dilation, False, zeros, options.groups)
+    return torch.convolution(x, unit, None, *shape)
 
 
-class GradientFlags(NamedTuple):
-    """What one launch of the gradient kernel is to do."""
+class Backward(NamedTuple):
+    """The launchers of a backward pass, and the size of its scratch memory."""
 
-    affine: bool  # whether BatchNorm follows
-    residual: bool
-    activation: int
-    reduce: bool  # only the sums for BatchNorm's gradient
-    centred: bool  # whether BatchNorm took this batch's statistics, which have a gradient
-    energy: bool  # whether ½·Σ of the output's squares has a gradient
-    slope: bool  # whether the activation's slope is learned
+    epilogue: list[Launcher]
+    box: Launcher
+    product: Launcher
+    scratch: int
 
 
 class Plan:
-    """The launchers for outputs of one shape, order and dtype, and one operator.
+    """Sizes and launchers for operands of these kinds, and an output in the order of `dot`."""
 
-    there: which of factor, gain, radius and bias are there; their sums come in this order. radius: 1 for ρ, 2 for what is learned.
-    mean: whether ρ is multiplied by E{‖x‖}.
-    """
+    def __init__(self, t: Operands, o: Options, dot: Tensor) -> None:
+        self.options, self.operator, self.groups = o, o.operator, o.groups
+        self.kernels, self.stride, self.has_output = dot.shape[1], dot.stride(), dot.numel() > 0
+        self.has = {name: tensor is not None for name, tensor in zip(Operands._fields, t, strict=True)}
+        self.maps = 0 if t.energy is None else t.energy.shape[0]  # in how many the energy of x comes
+        self.vectors = vector_regions(self.kernels, o)
+        self.of_vectors = gradient_regions(t, o)
+        self.norms = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o)
+        self._tiles(dot)
+        self._launchers(t)
+        self._epilogues: dict[tuple[int, bool], list[Launcher]] = {}
+        self._backwards: dict[tuple[bool, bool, bool], Backward] = {}
+        self.left = (self.kernel_blocks, *self.norms.output) if o.leaves else None
+        assert not o.leaves or self.kernel_blocks == energy_maps(self.kernels, o.groups)
 
-    def __init__(
-        self,
-        shape: Sizes,
-        stride: Sizes,
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: int,
-        operator: Operator,
-        there: tuple[bool, ...],
-        radius: int,
-        mean: bool,
-    ) -> None:
-        self.channels, self.groups = shape[1], groups
-        view = View(shape, stride, groups)
-        self.count = view.batch * view.positions
-        self.kernels = view.kernels
+    def _tiles(self, dot: Tensor) -> None:
+        """Work out how the epilogue's kernels go over an output, and the arguments they have in common."""
+        o, operator = self.options, self.operator
+        view = View(dot.shape, dot.stride(), o.groups)
         bp, bk = view.blocks(TILE)
         self.kernel_blocks = cdiv(view.kernels, bk)
-        self.columns = groups * self.kernel_blocks
-        position_blocks = cdiv(view.positions, bp)
-        self.tiles = view.batch * position_blocks
+        self.count = view.batch * view.positions
+        columns = o.groups * self.kernel_blocks
         # Programs share the tiles: enough of them to fill the device, few enough to add up what they leave.
-        wanted = (
-            PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-        )
-        self.programs = max(1, min(self.tiles, cdiv(wanted, self.columns)))
+        cuda = dot.device.type == "cuda"
+        wanted = PROGRAMS * torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 2
+        self.programs = max(1, min(view.batch * cdiv(view.positions, bp), cdiv(wanted, columns)))
+        self.grid = (self.programs, columns)
 
         h, g = operator.magnitude, operator.angular
         alpha_one = dict(operator.alpha_one) if operator.weighting == "separate" else {}
-        count_h, fixed_h, rows_h = formulas.arguments(h, alpha_one, 0)
-        count_g, fixed_g, rows_g = formulas.arguments(g, {}, len(h.learned))
-        half = dtype != torch.float32
-        of_h = (formulas.jit(h.formula, half), count_h, *fixed_h, *rows_h)
-        of_g = (formulas.jit(g.formula, half), count_g, *fixed_g, *rows_g)
-        sizes = (groups, view.kernels, view.positions, position_blocks, self.tiles, self.kernel_blocks)
-        factor, gain, _, bias = there
-        self.radius = (radius if h.formula.has_radius else 0, RADIUS_FLOOR)
-        self.mean = mean
-        even = view.positions % bp == 0 and view.kernels % bk == 0
-        br = max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk))
-        tile = (bp, bk, br, even, STAGES)
-        self._arguments = (
-            *sizes,
-            *view.strides,
-            *view.norm_strides,
-            *of_h,
-            *of_g,
-            *self.radius,
-            factor,
-            gain,
-            bias,
-            *tile,
-        )
-        # where the slopes of the learned parameters stand among the results of h (three) and g (three), −1 for none
-        places = (*_places(h, 2 + h.formula.has_radius), *_places(g, 2), len(h.learned))
-        self.norms = view.batch * groups * view.positions
-        self._gradient_arguments = (*self._arguments, self.norms, mean, *places)
-        self.rows = sum(there) + len(operator.learned)
-        self.radius_row = sum(there[:2]) if there[2] else -1
-        # for `vector_gradients`: blocks of programs × channels
-        self._small = (min(triton.next_power_of_2(self.programs), 256), _CHANNELS)
+        half = dot.dtype != torch.float32
+        self.radius = {"RADIUS": o.radius_kind if h.formula.has_radius else 0, "FLOOR": RADIUS_FLOOR}
+        self.common: dict[str, Any] = {
+            "batch": view.batch,
+            "groups": o.groups,
+            "K": view.kernels,
+            "P": view.positions,
+            "count": float(self.count),
+            **formulas.arguments("H", h, half, alpha_one, 0),
+            **formulas.arguments("G", g, half, {}, len(h.learned)),
+            **self.radius,
+            "BP": bp,
+            "BK": bk,
+            "BR": max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk)),
+            "EVEN": view.positions % bp == 0 and view.kernels % bk == 0,
+            "CHANNELS_LAST": view.channels_last,
+            "STAGES": STAGES,
+        }
+        self.slopes = {"H_SLOPES": _slopes(h, 2 + h.formula.has_radius), "G_SLOPES": _slopes(g, 2)}
+        rows = [bool(operator.weighting), self.has["radius"], self.has["bias"], *[True] * len(operator.learned)]
+        self.rows = sum(rows)
+        self.radius_row = sum(rows[:1]) if self.has["radius"] else -1
         self.mean_parts = self.parts(view.kernels)
-        # Backward's scratch: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms.
-        sizes_of = (
-            3 * self.programs * self.channels,
-            self.programs * self.rows * self.channels,
-            groups * self.mean_parts,
+        # Forward's scratch: ½·Σ x² over channels, sums of norms, BatchNorm's sums
+        norms = self.norms
+        of_norm = 2 * self.programs * self.kernels
+        self.scratch = Regions(energies=norms.rows, norm_sums=o.groups * norms.programs, sums=of_norm)
+        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, what multiplies x
+        self.back_scratch = Regions(
+            reduced=3 * self.programs * self.kernels,
+            sums=self.programs * self.rows * self.kernels,
+            mean=o.groups * self.mean_parts,
+            norms=self.kernel_blocks * view.batch * o.groups * view.positions,
+            products=norms.rows,
         )
-        self.reduced_at, self.sums_at, self.mean_at, self.norms_at = accumulate(map(aligned, sizes_of), initial=0)
-        self.scratch = self.norms_at + aligned(self.kernel_blocks * self.norms)
-
-    def forward_launcher(self, table: Sequence[Place], floats: tuple[float, ...], flags: ForwardFlags) -> Launcher:
-        """The epilogue."""
-        return Launcher(
-            forward_kernel.forward,
-            (self.programs, self.columns),
-            table,
-            (*floats, *self._arguments, self.norms, *flags),
-            WARPS,
-        )
-
-    def backward_launcher(self, table: Sequence[Place], flags: GradientFlags) -> Launcher:
-        """The epilogue's gradient."""
-        reduced = 3 if flags.slope else 2
-        rest = (*flags[:-1], reduced if flags.reduce else self.rows, reduced)
-        fixed = (float(self.count), *self._gradient_arguments, *rest)
-        return Launcher(backward_kernel.backward, (self.programs, self.columns), table, fixed, WARPS)
 
     @staticmethod
     def parts(kernels: int) -> int:
-        """In how many parts the gradient of E{‖x‖} comes, for so many kernels of a group."""
+        """Return in how many parts the gradient of E{‖x‖} comes, by the number of kernels of a group."""
         return cdiv(kernels, _CHANNELS)
 
-    def vector_gradients_launcher(self, table: Sequence[Place]) -> Launcher:
-        """The gradients of the vectors and of E{‖x‖}, out of the programs' sums."""
-        fixed = (
-            self.programs,
+    def _launchers(self, t: Operands) -> None:
+        """Make the launchers that do not depend on the pass."""
+        o, ahead, back = self.options, _places(FORWARD), _places(BACKWARD)
+        # the gradient of ‖w‖: as factor or gain it comes first among the vectors'; that of "separate" is made of them
+        separate = self.operator.weighting == "separate"
+        e_norm = (back["of_w_norm"] if separate else back["of_vectors"]) if self.operator.weighting else None
+        self.normalize, self.normalize_backward = kernel_launchers(
             self.kernels,
-            self.channels,
-            self.rows,
-            self.radius_row,
-            *self.radius,
-            self.mean,
-            *self._small,
+            math.prod(t.weight.shape[1:]),
+            {"w_ptr": ahead["weight"], "unit_ptr": ahead["unit"], "norm_ptr": ahead["vectors"]},
+            {
+                "w_ptr": back["weight"],
+                "e_ptr": back["grad_unit"],
+                "grad_ptr": back["grad_weight"],
+                "norm_ptr": back["vectors"],
+                "e_norm_ptr": e_norm,
+            },
+            o.eps,
         )
-        return Launcher(statistics.vector_gradients, (self.groups, self.mean_parts), table, fixed)
+        energy = ahead["energy"] if self.maps else Place(ahead["scratch"].slot, self.scratch.at("energies"))
+        sums = Place(ahead["scratch"].slot, self.scratch.at("norm_sums")) if o.mean_kind == OF_BATCH else None
+        self.energies = self.norms.energies({"x_ptr": ahead["x"], "q_ptr": energy})
+        norms = {"n_ptr": ahead["norms"], "q_ptr": energy, "sums_ptr": sums}
+        self.box = self.norms.box(norms, o.eps, self.maps or 1)
+
+    def ordered(self, dot: Tensor) -> Tensor:
+        """Return an output in the order that is expected."""
+        if dot.stride() == self.stride:
+            return dot
+        return torch.empty_strided(dot.shape, self.stride, dtype=dot.dtype, device=dot.device).copy_(dot)
+
+    def _vectors(self, slots: tuple[str, ...]) -> dict[str, Place | None]:
+        """Return the places of the vectors that both epilogues read; None for what is not there."""
+        o, at, weighting = self.options, _places(slots), self.operator.weighting
+        places = {name: at[name] if self.has[name] else None for name in ("radius", "bias", "learned", "slope")}
+
+        def among_vectors(name: str) -> Place:
+            return Place(at["vectors"].slot, self.vectors.at(name))
+
+        # ‖w‖ is the factor of "linear" and the gain of "joint"
+        factor = {"linear": "w_norm", "separate": "factor"}.get(weighting or "")
+        places["factor"] = None if factor is None else among_vectors(factor)
+        places["gain"] = among_vectors("w_norm") if weighting == "joint" else None
+        places["mean"] = at["mean_norm"] if o.mean_kind == GIVEN else among_vectors("mean") if o.mean_kind else None
+        places["norm"] = among_vectors("norm") if o.follows != ALONE else None
+        return places
+
+    def epilogue(self, track: int, moves: bool) -> list[Launcher]:
+        """Return the epilogue: one launch, or for BatchNorm with this batch's statistics two.
+
+        track: how the running average of E{‖x‖} moves, 0 not at all, 1 with the momentum, 2 as a cumulative one.
+        moves: whether BatchNorm's averages do.
+        """
+        found = self._epilogues.get((track, moves))
+        if found is None:
+            found = self._epilogues[track, moves] = self._epilogue(track, moves)
+        return found
+
+    def _epilogue(self, track: int, moves: bool) -> list[Launcher]:
+        o, at, has = self.options, _places(FORWARD), self.has
+        known = int(o.mean_kind != NO_MEAN)
+        scratch = at["scratch"].slot
+        nothing = dict.fromkeys(("y_ptr", "energy_ptr", "residual_ptr", "gamma", "beta", "running_var", "norm_batches"))
+        arguments = {
+            "d_ptr": at["dot"],
+            "n_ptr": at["norms"],
+            **nothing,
+            **self._vectors(FORWARD),
+            "running_mean": None,
+            "running_norm": at["running_norm"] if track else None,
+            "mean_batches": at["mean_batches"] if track else None,
+            "sums": Place(scratch, self.scratch.at("sums")),
+            "norm_sums": Place(scratch, self.scratch.at("norm_sums")),
+            "norm_momentum": NORM_MOMENTUM,
+            "mean_momentum": MEAN_MOMENTUM,
+            "norm_eps": o.norm_eps,
+            "unbiased": self.count / max(1.0, self.count - 1.0),
+            "mean_parts": self.norms.programs,
+            **self.common,
+            "MEAN": 2 if o.mean_kind == OF_BATCH else known,
+            "TRACK": track,
+            "TALLY": o.groups == 1,
+            "NORM": 0,
+            "ACTIVATION": 0,
+            "STATISTICS": False,
+        }
+        launchers = []
+        if o.follows == STATISTICS:
+            centered = {"running_mean": at["running_mean"] if has["running_mean"] and has["running_var"] else None}
+            launchers.append(self._forward(arguments | centered | {"STATISTICS": True}))
+            # now E{‖x‖} is known and has been tracked
+            arguments |= {"MEAN": known, "TRACK": 0, "running_norm": None, "mean_batches": None}
+        there = {name: at[name] if has[name] else None for name in ("gamma", "beta", "running_mean", "running_var")}
+        last = {
+            "y_ptr": at["out"],
+            "energy_ptr": at["left"] if o.leaves else None,
+            "residual_ptr": at["residual"] if has["residual"] else None,
+            "norm_batches": at["batches"] if moves else None,
+            "NORM": o.follows,
+            "ACTIVATION": o.activation,
+        }
+        return [*launchers, self._forward(arguments | there | last)]
+
+    def _forward(self, arguments: dict[str, Any]) -> Launcher:
+        return Launcher(forward_kernel, self.grid, arguments, WARPS)
+
+    def backward(self, behind: bool, energy: bool, add: bool) -> Backward:
+        """Return the launchers of the backward pass.
+
+        behind: whether a residual was added and the gradient in front of it is another; energy: whether the output's
+        energy has a gradient; add: whether `product` is to be launched too.
+        """
+        found = self._backwards.get((behind, energy, add))
+        if found is None:
+            found = self._backwards[behind, energy, add] = self._backward(behind, energy, add)
+        return found
+
+    def _backward(self, behind: bool, energy: bool, add: bool) -> Backward:
+        o, at, follows = self.options, _places(BACKWARD), self.options.follows != ALONE
+        reduced = 3 if o.activation == PRELU else 2
+
+        def scratch(name: str) -> Place:
+            return Place(at["scratch"].slot, self.back_scratch.at(name))
+
+        arguments = {
+            "d_ptr": at["dot"],
+            "n_ptr": at["norms"],
+            "e_ptr": at["e"],
+            "e_energy": at["of_left"] if energy else None,
+            **dict.fromkeys(("out_ptr", "grad_d", "grad_residual")),
+            **self._vectors(BACKWARD),
+            "grad_n": scratch("norms"),
+            "norm_sums": scratch("reduced"),
+            "norm_gradients": Place(at["of_vectors"].slot, self.of_vectors.at("beta")),
+            **self.common,
+            **self.slopes,
+            "ACTIVATION": o.activation,
+            "CENTERED": False,
+            "NORM_SUMS": reduced,
+        }
+        epilogue = []
+        if follows:
+            out = {"out_ptr": at["out"], "grad_residual": at["behind"]} if behind else {}
+            reduces = {"sums": scratch("reduced"), "REDUCE": True, "SUMS": reduced}
+            epilogue.append(Launcher(backward_kernel, self.grid, arguments | out | reduces, WARPS))
+            if behind:
+                arguments |= {"e_ptr": at["behind"], "ACTIVATION": 0, "e_energy": None}
+        centered = {"CENTERED": o.follows == STATISTICS, "grad_d": at["grad_d"]}
+        gradients = {"sums": scratch("sums"), "REDUCE": False, "SUMS": self.rows}
+        epilogue.append(Launcher(backward_kernel, self.grid, arguments | centered | gradients, WARPS))
+        if self.rows:
+            epilogue.append(self._vector_gradients(arguments, scratch("sums"), scratch("mean"), at["of_vectors"]))
+
+        products = scratch("products") if add else at["products"]
+        of_norms: dict[str, Any] = {"n_ptr": at["norms"], "e_ptr": scratch("norms"), "e_mean": None, "t_ptr": products}
+        parts, share = 0, 0.0
+        if o.mean_kind == OF_BATCH:
+            of_norms["e_mean"], parts, share = scratch("mean"), self.mean_parts, 1.0 / max(1, self.norms.count)
+        elif o.mean_kind == OF_RANKS:
+            of_norms["e_mean"], parts, share = at["of_mean"], 1, 1.0
+        box = self.norms.box_gradient(of_norms, self.kernel_blocks, parts, share)
+        product = self.norms.product({"grad_ptr": at["grad_x"], "x_ptr": at["x"], "t_ptr": products})
+        size = self.back_scratch.size if add else self.back_scratch.at("products")
+        return Backward(epilogue, box, product, size)
+
+    def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
+        """Return the launch for the gradients of the vectors and of E{‖x‖}, out of the programs' sums."""
+        sizes = {"programs": self.programs, "K": self.kernels // self.groups, "channels": self.kernels}
+        blocks = {"BR": min(triton.next_power_of_2(self.programs), 256), "BC": _CHANNELS}
+        rows = {"ROWS": self.rows, "RADIUS_ROW": self.radius_row}
+        places = {"radius": arguments["radius"], "sums": sums, "mean": arguments["mean"]}
+        results = {"gradients": gradients, "grad_mean": grad_mean}
+        grid = (self.groups, self.mean_parts)
+        return Launcher(statistics.vector_gradients, grid, places | results | sizes | rows | self.radius | blocks)
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """The shape of what multiplies x in the gradient: x's, with groups for channels."""
+        return (self.norms.shape[0], self.groups, *self.norms.shape[2:])
 
 
-def _places(choice: Choice, first: int) -> Sequence[int]:
-    found = [first + choice.formula.learnable.index(name) for name in choice.learned]
-    return found + [-1] * (formulas.MOST_PARAMETERS - len(found))
+def _places(slots: tuple[str, ...]) -> dict[str, Place]:
+    return {name: Place(i) for i, name in enumerate(slots)}
 
 
-_OPERATORS: dict[tuple[str, str, str], Operator] = {}
+def _slopes(choice: Choice, first: int) -> tuple[int, ...]:
+    """Return where the slopes of the learned parameters stand among a formula's results, the first of them there."""
+    return tuple(first + choice.formula.learnable.index(name) for name in choice.learned)
 
 
-def operator_named(magnitude: str, angular: str, weighting: str) -> Operator:
-    """The operator of these names, parsed once as long as the formulas stay what they are."""
-    key = (magnitude, angular, weighting)
-    known = _OPERATORS.get(key)
-    if (
-        known is None
-        or magnitudes().get(known.magnitude.name) is not known.magnitude.formula
-        or angulars().get(known.angular.name) is not known.angular.formula
-    ):
-        known = _OPERATORS[key] = make_operator(magnitude, angular, weighting or None)
-    return known
+_PLANS: dict[Any, Plan] = {}
+
+
+def plan_of(t: Operands, o: Options, dot: Tensor | None = None) -> Plan:
+    """Return the plan for such operands, made once; `dot` where there is one already."""
+    x, weight = t.x, t.weight
+    kinds = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in t]
+    key = (o, x.shape, x.stride(), weight.shape, weight.stride(), 0 if t.energy is None else t.energy.shape[0], *kinds)
+    found = _PLANS.get(key)
+    if found is None:
+        for tensor, name in zip(t, Operands._fields, strict=True):
+            if tensor is not None and tensor.device != x.device:  # kernels read whatever address they are given
+                raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
+        if dot is None:  # a convolution for nothing, but it knows best in which order its results come
+            dot = dense(convolution(x, torch.empty_like(weight, dtype=x.dtype), o))
+        if len(_PLANS) >= 4096:  # shapes that never come again
+            _PLANS.clear()
+        found = _PLANS[key] = Plan(t, o, dot)
+    return found

@@ -15,52 +15,38 @@ else is computed again in backward. Where backward is differentiated itself all 
 """
 
 import math
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcnet.ops.chunks import pieces
-from dcnet.ops.norms import inverse, never_zero, plain_autograd
+from dcnet.ops.cpu.chunks import chunks
+from dcnet.ops.cpu.record import Pair, record
+from dcnet.ops.norms import inverse, never_zero
 from dcnet.ops.operator import Operator
-from dcnet.ops.programs import Pair, record
+from dcnet.util.compat import is_grads_batched
 
 
 def epilogue(
     dot: Tensor,
-    norms: Tensor,
+    norm_map: Tensor,
     operator: Operator,
-    *,
-    factor: Tensor | None,
-    gain: Tensor | None,
-    radius: Tensor | None,
-    bias: Tensor | None,
-    learned: Mapping[str, Tensor],
+    vectors: tuple[Tensor | None, ...],
     eps: float,
     groups: int,
-    relu: bool = False,
+    relu: bool,
 ) -> Tensor:
-    """y = s·h(t·n, ρ)·g(d/n) + b in the shape, dtype and memory format of the dot product; max(y, 0) with `relu`.
-
-    `dot` is (N, out_channels, …), `norms` (N, groups, …), the vectors (out_channels,).
-    """
-    vectors = (factor, gain, radius, bias, *(learned[name] for name in operator.learned))
+    """Return y in the shape, dtype and memory format of the dot product; see `Composite.epilogue`."""
     batch, channels, *positions = dot.shape
     kernels, count = channels // groups, math.prod(positions)
-    if plain_autograd():  # no pieces; and no reshaping, which torch.compile cannot see through when sizes are unknown
-        n = norms if groups == 1 else norms.repeat_interleave(kernels, 1)
-        values = [None if v is None else v.to(n.dtype).reshape(channels, *[1] * len(positions)) for v in vectors]
-        y = _value(operator, _cosine(dot, inverse(n, eps)), n, *values).to(dot.dtype)
-        return torch.relu(y) if relu else y
     by_channel = _channels_last(dot)
     if by_channel:  # rows of channels: (N·positions, groups, kernels)
         d = dot.movedim(1, -1).reshape(batch * count, groups, kernels)
-        n = norms.movedim(1, -1).reshape(batch * count, groups, 1)
+        n = norm_map.movedim(1, -1).reshape(batch * count, groups, 1)
     else:  # (N, groups, kernels, positions)
         d = dot.reshape(batch, groups, kernels, count)
-        n = norms.reshape(batch, groups, 1, count)
+        n = norm_map.reshape(batch, groups, 1, count)
 
     def per_kernel(v: Tensor | None) -> Tensor | None:
         return None if v is None else v.to(n.dtype).reshape((groups, kernels) if by_channel else (groups, kernels, 1))
@@ -120,7 +106,7 @@ class _Epilogue(torch.autograd.Function):
         program, count = programs.forward(*given), programs.kept
         y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
         one_over_n = inverse(n, eps)
-        for parts in pieces(y, *kept, d, n, one_over_n):
+        for parts in chunks(y, *kept, d, n, one_over_n):
             (extremes,) = program(*parts)
             if not clamped and not -1.0 < extremes[0].item() <= extremes[1].item() < 1.0:
                 clamped, program = True, _programs(kind, True, keep).forward(*given)
@@ -137,7 +123,7 @@ class _Epilogue(torch.autograd.Function):
         one_over_n = inverse(n, ctx.eps)
         # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place;
         # a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(e):
+        if torch.is_grad_enabled() or is_grads_batched(e):
             of_d, *others = _gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
             return None, None, None, None, None if of_d is None else of_d.to(d.dtype), *others
         program = _programs(kind, ctx.clamped, bool(kept)).backward(*(v for v in vectors if v is not None))
@@ -148,7 +134,7 @@ class _Epilogue(torch.autograd.Function):
             for v, want in zip(vectors, kind.wanted[2:], strict=True)
         ]
         of_rows = []
-        for parts in pieces(*grad_d, *kept, d, n, one_over_n, *later):
+        for parts in chunks(*grad_d, *kept, d, n, one_over_n, *later):
             of_n, *of_vectors = program(*parts[: -len(later)], *(part.to(n.dtype) for part in parts[-len(later) :]))
             of_rows.append(of_n)
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, of_vectors, strict=True)]
@@ -158,18 +144,18 @@ class _Epilogue(torch.autograd.Function):
 
 @lru_cache(maxsize=1024)
 def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
-    """The passes: `_value`, with the extremes of d/n where that is not clamped, and `_gradients`."""
+    """Return the passes: `Operator.value`, with the extremes of d/n where that is not clamped, and `_gradients`."""
     d = torch.ones((2, 3, 5, 7)[: kind.dims], dtype=torch.float64)
     per_kernel = d[0, ..., :1] if kind.dims == 4 else d[0]
     inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
     vectors = {
         f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)
-    }  # in the order of `_value`'s
+    }  # in the order of `Operator.value`'s
 
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n, clamped)
         extremes = None if clamped else torch.aminmax(c)
-        y = _value(kind.operator, c, n, *vectors.values())
+        y = kind.operator.value(c, n, *vectors.values())
         return y.clamp(min=0.0) if kind.relu else y, extremes
 
     def backward(d: Any, n: Any, one_over_n: Any, y: Any, e: Any, **vectors: Any) -> tuple[Any, ...]:
@@ -185,16 +171,6 @@ def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
     return c.clamp(-1.0, 1.0) if clamped else c
 
 
-def _value(operator: Operator, c: Any, n: Any, factor: Any, gain: Any, radius: Any, bias: Any, *learned: Any) -> Any:
-    """y in the compute dtype."""
-    magnitude, angular = operator.formulas()
-    of_h, of_g = _split(operator, learned)
-    y = angular(c, None, *of_g)[0] * magnitude(n if gain is None else n * gain, radius, *of_h)[0]
-    if factor is not None:
-        y = y * factor
-    return y if bias is None else y + bias
-
-
 def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
     """The gradients in (d, n, factor, gain, radius, bias, *learned), None where not wanted; see the top of the file.
 
@@ -206,11 +182,8 @@ def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *res
     if y is not None:
         e = torch.ops.aten.threshold_backward(e, y, 0.0)
     want_d, want_n, want_factor, want_gain, want_radius, want_bias, *want_learned = kind.wanted
-    magnitude, angular = operator.formulas()
-    of_h, of_g = _split(operator, tuple(learned))
     c = _cosine(d, one_over_n, clamped)
-    h, h_n, *h_rest = magnitude(n if gain is None else n * gain, radius, *of_h)
-    g, g_c, *g_rest = angular(c, None, *of_g)
+    (h, h_n, *h_rest), (g, g_c, *g_rest) = operator.parts(c, n, gain, radius, *learned)
 
     es = e if factor is None else e * factor
     grad_h = es * g
@@ -246,12 +219,6 @@ def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *res
         to_kernels(e) if want_bias else None,
         *(to_kernels(full) if want else None for full, want in zip(grad_learned, want_learned, strict=True)),
     )
-
-
-def _split(operator: Operator, learned: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The learned parameters of the magnitude, and those of the angular function."""
-    count = len(operator.magnitude.learned)
-    return learned[:count], learned[count:]
 
 
 def _is(slope: Any, number: float) -> bool:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dcnet.ops.fused.parts import rho_of, total, vector
+from dcnet.ops.fused.kernels.common import rho_of, total, vector
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def mean_norm(
 
 
 @triton.jit
-def normalisation(
+def normalization(
     norm,
     sums,
     gamma,
@@ -88,17 +88,14 @@ def normalisation(
     writes,
     first_program,
     NORM: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_BETA: tl.constexpr,
-    MOVE: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
 ):
     """scale and shift of a block of channels, each (1, channels), so that γ·ŷ + β = scale·y + shift.
 
-    NORM: 1 with BatchNorm's running averages, 2 with sums of y − centre and its square over this batch. One program for each channel
-    `writes` norm: mean, variance, rstd, scale and shift; with MOVE it moves the running averages, and the first of all counts the batch.
-    norm's last row is the centre: what the running mean was before anyone moved it.
+    NORM: 1 with BatchNorm's running averages, 2 with sums of y − center and its square over this batch. One program for each channel
+    `writes` norm: mean, variance, rstd, scale and shift; where there are `batches` it moves the running averages, and the first of all counts the batch.
+    norm's last row is the center: what the running mean was before it moved.
     """
     at = ch[None, :]
     ok = inside[None, :]
@@ -111,15 +108,15 @@ def normalisation(
         mean = tl.load(norm + 5 * channels + at, mask=ok, other=0.0) + first
         variance = tl.maximum(second - first * first, 0.0)
     rstd = 1.0 / tl.sqrt(variance + eps)
-    scale = rstd * vector(gamma, HAS_GAMMA, ch, inside, 1.0)
-    shift = vector(beta, HAS_BETA, ch, inside, 0.0) - mean * scale
+    scale = rstd * vector(gamma, ch, inside, 1.0)
+    shift = vector(beta, ch, inside, 0.0) - mean * scale
     if writes:
         tl.store(norm + at, mean, mask=ok)
         tl.store(norm + channels + at, variance, mask=ok)
         tl.store(norm + 2 * channels + at, rstd, mask=ok)
         tl.store(norm + 3 * channels + at, scale, mask=ok)
         tl.store(norm + 4 * channels + at, shift, mask=ok)
-        if MOVE:
+        if batches is not None:
             move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at, ok)
             if first_program:
                 tl.store(batches, tl.load(batches) + 1)
@@ -127,7 +124,7 @@ def normalisation(
 
 
 @triton.jit
-def normalisation_gradient(
+def normalization_gradient(
     sums,
     norm,
     gradients,
@@ -138,7 +135,6 @@ def normalisation_gradient(
     inside,
     writes,
     ROWS: tl.constexpr,
-    SLOPE: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
 ):
@@ -153,7 +149,7 @@ def normalisation_gradient(
     if writes:
         tl.store(gradients + at, e, mask=ok)
         tl.store(gradients + channels + at, ey, mask=ok)
-        if SLOPE:
+        if ROWS == 3:
             tl.store(
                 gradients + 2 * channels + at, total(sums, 2, ROWS, channels, programs, ch, inside, BR, BK), mask=ok
             )
@@ -175,7 +171,6 @@ def vector_gradients(
     RADIUS_ROW: tl.constexpr,
     RADIUS: tl.constexpr,
     FLOOR: tl.constexpr,
-    MEAN: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -190,11 +185,11 @@ def vector_gradients(
     for row in tl.static_range(ROWS):
         sum = total(sums, row, ROWS, channels, programs, ch, inside, BR, BC)
         if row == RADIUS_ROW:
-            if MEAN:
+            if mean is not None:
                 average = tl.load(mean + g).to(tl.float32)
                 of_mean = tl.where(average > 0.0, rho_of(radius, RADIUS, FLOOR, ch, inside) * sum, 0.0)
                 tl.store(grad_mean + g * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(of_mean, 1), 0))
                 sum = sum * average
             if RADIUS == 2:
-                sum = sum * 2.0 * vector(radius, True, ch, inside, 1.0)
+                sum = sum * 2.0 * vector(radius, ch, inside, 1.0)
         tl.store(gradients + row * channels + ch[None, :], sum, mask=inside[None, :])

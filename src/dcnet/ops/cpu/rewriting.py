@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from dcnet.ops.tanh_interpolation import Points, tanh_of_product
+from dcnet.ops.cpu.tanh_interpolation import Points, tanh_of_product
 
 # (operation, which argument) -> the number that makes it the identity in its other argument
 _NEUTRAL = {

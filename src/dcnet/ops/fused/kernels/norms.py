@@ -1,4 +1,4 @@
-"""The Triton kernels around the convolution: kernels normalised, patch norms, and their gradients.
+"""The Triton kernels around the convolution: kernels normalized, patch norms, and their gradients.
 
 One to three dimensions are three here: a missing dimension has size 1.
 """
@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def normalise(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
+def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
     """unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements."""
     k = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -26,7 +26,7 @@ def normalise(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def normalise_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):
+def normalize_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, BLOCK: tl.constexpr):
     """grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
     k = tl.program_id(0)
     norm = tl.load(norm_ptr + k)
@@ -38,7 +38,7 @@ def normalise_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, HAS_NORM
         e = tl.load(e_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
         total += w * e
     along = -tl.sum(total, 0) * inverse * inverse
-    if HAS_NORM:
+    if e_norm_ptr is not None:
         along += tl.load(e_norm_ptr + k)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -97,13 +97,12 @@ def box(
     KH: tl.constexpr,
     KW: tl.constexpr,
     LONG: tl.constexpr,
-    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """n = sqrt(2·Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
 
-    q is the sum of so many `maps` of `rows` elements each. `total` is batch·positions;
-    LONG for 64-bit indices, whose division is slow; SUMS leaves each program's sum of n, (groups, programs).
+    q is the sum of `maps` maps of `rows` elements each. `total` is batch·positions;
+    LONG for 64-bit indices, whose division is slow; sums_ptr gets each program's sum of n, (groups, programs).
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)
@@ -130,7 +129,7 @@ def box(
         at += rows
     n = tl.sqrt(2.0 * sum + eps)
     tl.store(n_ptr + m * (OD * OH * OW) + (d * OH + h) * OW + w, n, mask=inside)
-    if SUMS:
+    if sums_ptr is not None:
         tl.store(sums_ptr + g * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, n, 0.0), 0))
 
 
@@ -170,7 +169,8 @@ def box_backward(
 ):
     """t = Σ over the windows that hold a position of e/n: the gradient in ½·Σ x², and x·t that in x.
 
-    e is the sum of MAPS maps of `rows` elements each, plus every norm's `share` of the gradient of E{‖x‖}, itself a sum of MEANS ≤ PARTS numbers.
+    e is the sum of MAPS maps of `rows` elements each, plus every norm's `share` of the gradient of E{‖x‖}, itself a sum
+    of MEANS ≤ PARTS numbers.
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)
@@ -208,10 +208,8 @@ def box_backward(
 
 
 @triton.jit
-def add_product(
-    grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, g_b, g_c, g_p, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr
-):
-    """grad += x·t in place, t (batch, groups, positions)."""
+def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
+    """grad += x·t in place, t (batch, groups, positions); both maps lie in memory alike."""
     pid = tl.program_id(0)
     block = pid % blocks
     g = (pid // blocks) % groups
@@ -220,11 +218,10 @@ def add_product(
     start = block.to(tl.int64) * BP
     in_p = block * BP + p < P
     t = tl.load(t_ptr + (b * groups + g).to(tl.int64) * P + start + p, mask=in_p, other=0.0)
-    x_base = x_ptr + b.to(tl.int64) * x_b + (g * C).to(tl.int64) * x_c + start * x_p
-    g_base = grad_ptr + b.to(tl.int64) * g_b + (g * C).to(tl.int64) * g_c + start * g_p
+    first = b.to(tl.int64) * x_b + (g * C).to(tl.int64) * x_c + start * x_p
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = in_p[:, None] & (c < C)[None, :]
-    grad = tl.load(x_base + p[:, None] * x_p + c[None, :] * x_c, mask=inside, other=0.0).to(tl.float32) * t[:, None]
-    at = g_base + p[:, None] * g_p + c[None, :] * g_c
-    grad += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    at = first + p[:, None] * x_p + c[None, :] * x_c
+    grad = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * t[:, None]
+    grad += tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=inside)

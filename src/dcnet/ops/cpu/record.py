@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 
-from dcnet.ops.rewriting import note_sizes, simplify, small_factors_last, tanh_of_products
-from dcnet.ops.tanh_interpolation import tanh_of_product
+from dcnet.ops.cpu.rewriting import note_sizes, simplify, small_factors_last, tanh_of_products
+from dcnet.ops.cpu.tanh_interpolation import tanh_of_product
 
 _COMMUTATIVE = (operator.mul, operator.add)
 

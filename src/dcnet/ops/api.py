@@ -1,28 +1,26 @@
-"""The stateless decoupled operators, and the choice of an implementation."""
+"""The stateless decoupled operators, and the norm of patches."""
 
 from collections.abc import Callable, Mapping
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from dcnet.formulas import LEARNED, Choice, Formula
-from dcnet.ops.dispatch import decouple_by
-from dcnet.ops.geometry import Geometry, Sizes, geometry
-from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
+from dcnet.ops.checks import check_eps, check_input, check_literal_radius
+from dcnet.ops.dispatch import decouple, eager
+from dcnet.ops.geometry import LINEAR, Geometry, Sizes, make_geometry
+from dcnet.ops.inputs import Inputs, MeanNorm
 from dcnet.ops.mean_norm import BatchMean
-from dcnet.ops.norms import EPS, check_eps, check_input, recorded_by_jit
+from dcnet.ops.norms import EPS
 from dcnet.ops.operator import Operator, make_operator
-from dcnet.ops.post_ops import Finish
 from dcnet.util.suggest import nearest
 
-LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input vector
 Spec = str | Formula | Choice
 Radius = float | Tensor | None
 
 
 def _convolution(dims: int, doc: str) -> Callable[..., Tensor]:
-    """The public function over that many dimensions; the three differ in nothing else."""
+    """Make the public function over that many dimensions; the three differ in nothing else."""
 
     def decoupled_conv(
         x: Tensor,
@@ -44,19 +42,9 @@ def _convolution(dims: int, doc: str) -> Callable[..., Tensor]:
         impl: str = "auto",
     ) -> Tensor:
         _check_weight(x, weight, dims)
-        where = geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups, padding_mode, dims)
-        return _stateless(
-            x,
-            weight,
-            bias,
-            where,
-            make_operator(magnitude, angular, weighting),
-            radius,
-            mean_norm,
-            parameters,
-            eps,
-            impl,
-        )
+        geometry = make_geometry(tuple(weight.shape[2:]), stride, padding, dilation, groups, padding_mode, dims)
+        operator = make_operator(magnitude, angular, weighting)
+        return _stateless(x, weight, bias, geometry, operator, radius, mean_norm, parameters, eps, impl)
 
     decoupled_conv.__name__ = decoupled_conv.__qualname__ = f"decoupled_conv{dims}d"
     decoupled_conv.__doc__ = doc
@@ -64,18 +52,26 @@ def _convolution(dims: int, doc: str) -> Callable[..., Tensor]:
 
 
 decoupled_conv1d = _convolution(
-    1, "h(‖w‖, ‖x‖)·g(θ) for x (N, C, L) or (C, L): what `F.conv1d` gives in shape and dtype. See `decoupled_conv2d`."
+    1,
+    "Return h(‖w‖, ‖x‖)·g(θ) for x (N, C, L) or (C, L), with the shape and dtype of `F.conv1d`. See `decoupled_conv2d`.",
 )
 decoupled_conv2d = _convolution(
     2,
-    """h(‖w‖, ‖x‖)·g(θ) for x (N, C, H, W) or (C, H, W): what `F.conv2d` gives in shape and dtype.
+    """Return h(‖w‖, ‖x‖)·g(θ) for every patch x and kernel w, where `F.conv2d` returns ‖w‖·‖x‖·cos θ.
 
+    x: (N, C, H, W) or (C, H, W); the result has the shape and dtype that `F.conv2d` gives.
+    weight: (out_channels, C / groups, kernel height, kernel width). bias: (out_channels,), added last.
+    stride, padding, dilation, groups, padding_mode: as `nn.Conv2d` takes them.
+    magnitude, angular: h and g, names from `dcnet.magnitudes()` and `dcnet.angulars()` such as "seg:beta=0.2".
+    weighting: how ‖w‖ enters h. None (not at all), "linear", "joint" or "separate".
     radius: a number, or a tensor (out_channels,); 1 where the magnitude has a radius and none is given.
     mean_norm: what multiplies the radius. None (the literal radius), "batch" (the mean patch norm of this batch, one per
         group, with gradient), or a tensor (groups,). It has no effect on a magnitude without a radius.
     parameters: learned parameters such as k by name, each a tensor (out_channels,).
-    impl: "auto", or one of "reference" (slow, obvious), "eager" (PyTorch's operators) and "fused" (Triton kernels on CUDA,
-        which have no second derivatives).
+    eps: added inside every root. impl: "auto", or one of "reference" (slow, obvious), "eager" (PyTorch's operators) and
+        "fused" (Triton kernels on CUDA, which have no second derivatives).
+
+    Liu et al., Decoupled Networks, CVPR 2018.
 
     >>> x, w = torch.randn(2, 3, 8, 8), torch.randn(16, 3, 3, 3)
     >>> decoupled_conv2d(x, w, padding=1, magnitude="ball", angular="sigmoid:k=0.5", radius=2.0).shape
@@ -84,7 +80,8 @@ decoupled_conv2d = _convolution(
 )
 decoupled_conv3d = _convolution(
     3,
-    "h(‖w‖, ‖x‖)·g(θ) for x (N, C, D, H, W) or (C, D, H, W): what `F.conv3d` gives in shape and dtype. See `decoupled_conv2d`.",
+    "Return h(‖w‖, ‖x‖)·g(θ) for x (N, C, D, H, W) or (C, D, H, W), with the shape and dtype of `F.conv3d`.\n\n"
+    "    See `decoupled_conv2d`.",
 )
 
 
@@ -102,11 +99,10 @@ def decoupled_linear(
     eps: float = EPS,
     impl: str = "auto",
 ) -> Tensor:
-    """h(‖w‖, ‖x‖)·g(θ) for x (…, in_features): (…, out_features). See `decoupled_conv2d`."""
+    """Return h(‖w‖, ‖x‖)·g(θ) for x (…, in_features): (…, out_features). See `decoupled_conv2d`."""
     _check_weight(x, weight, 0)
-    return _stateless(
-        x, weight, bias, LINEAR, make_operator(magnitude, angular, weighting), radius, mean_norm, parameters, eps, impl
-    )
+    operator = make_operator(magnitude, angular, weighting)
+    return _stateless(x, weight, bias, LINEAR, operator, radius, mean_norm, parameters, eps, impl)
 
 
 def _check_weight(x: Tensor, weight: Tensor, dims: int) -> None:
@@ -125,7 +121,7 @@ def _stateless(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    where: Geometry,
+    geometry: Geometry,
     operator: Operator,
     radius: Radius,
     mean_norm: Tensor | str | None,
@@ -133,7 +129,7 @@ def _stateless(
     eps: float,
     impl: str,
 ) -> Tensor:
-    """Checks what a layer has checked at its construction, then decouples."""
+    """Check what a layer has checked at its construction, then decouple."""
     check_eps(eps)
     if bias is not None:
         check_input(bias, "bias")
@@ -146,20 +142,20 @@ def _stateless(
     if isinstance(mean_norm, str):
         if mean_norm != "batch":
             raise ValueError(
-                f"unknown mean_norm {mean_norm!r}; possible: None, 'batch', or a tensor of shape ({where.groups},)"
+                f"unknown mean_norm {mean_norm!r}; possible: None, 'batch', or a tensor of shape ({geometry.groups},)"
             )
         mean = BatchMean()
     else:
         mean = mean_norm
-        if mean is not None and (not isinstance(mean, Tensor) or tuple(mean.shape) != (where.groups,)):
+        if mean is not None and (not isinstance(mean, Tensor) or tuple(mean.shape) != (geometry.groups,)):
             got = tuple(mean.shape) if isinstance(mean, Tensor) else repr(mean)
-            raise ValueError(f"mean_norm must be a tensor of shape ({where.groups},), one for each group, got {got}")
+            raise ValueError(f"mean_norm must be a tensor of shape ({geometry.groups},), one for each group, got {got}")
     rho = check_radius(operator, radius, weight)
-    return decouple(x, weight, bias, where, operator, rho, mean, parameters or {}, eps, impl)
+    return decouple(Inputs(x, weight, bias, geometry, operator, rho, mean, parameters or {}, eps), impl)[0]
 
 
 def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor | None:
-    """The radius as a tensor (out_channels,), None for a magnitude without one; raises for a radius that cannot be."""
+    """Return the radius as a tensor (out_channels,), None for a magnitude without one; raise for one that cannot be."""
     name = operator.magnitude.name
     if not operator.magnitude.formula.has_radius:
         if radius is not None:
@@ -167,9 +163,8 @@ def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor |
         return None
     if isinstance(radius, Tensor) and radius.dim() > 0:
         if tuple(radius.shape) != (weight.shape[0],):
-            raise ValueError(
-                f"radius must be a number or have the shape ({weight.shape[0]},), one for each kernel, got {tuple(radius.shape)}"
-            )
+            shape = f"({weight.shape[0]},), one for each kernel"
+            raise ValueError(f"radius must be a number or have the shape {shape}, got {tuple(radius.shape)}")
         return radius
     if isinstance(radius, Tensor):
         return radius.expand(weight.shape[0])
@@ -180,14 +175,8 @@ def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor |
     )
 
 
-def check_literal_radius(radius: object) -> None:
-    """Raises unless the number may be an operator radius."""
-    if not isinstance(radius, Real) or isinstance(radius, bool) or not 0.0 < float(radius) < float("inf"):
-        raise ValueError(f"radius must be a finite number > 0, or 'learned' in a layer, got {radius!r}")
-
-
 def _with_parameters(operator: Operator, parameters: Mapping[str, Tensor], out_channels: int) -> Operator:
-    """The operator with every parameter that comes as a tensor marked as learned."""
+    """Return the operator with every parameter that comes as a tensor marked as learned."""
     learnable = {name: kind for kind in ("magnitude", "angular") for name in getattr(operator, kind).formula.learnable}
     for name, value in parameters.items():
         if name not in learnable:
@@ -216,44 +205,32 @@ def _with_parameters(operator: Operator, parameters: Mapping[str, Tensor], out_c
     return Operator(learning(operator.magnitude), learning(operator.angular), operator.weighting)
 
 
-def decouple(
+def patch_norm(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    where: Geometry,
-    operator: Operator,
-    radius: Tensor | LearnedRadius | None,
-    mean_norm: MeanNorm,
-    learned: Mapping[str, Tensor],
-    eps: float,
-    impl: str,
-    finish: Finish | None = None,
+    kernel_size: Sizes,
+    stride: Sizes = 1,
+    padding: str | Sizes = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    eps: float = EPS,
 ) -> Tensor:
-    """The decoupled convolution (or, over no dimensions, linear map), finished, by the implementation asked for."""
-    if where.dims == 0 and x.dim() == 0:
-        raise ValueError("input must be (…, in_features), got a single number")
-    if where.dims == 0:
-        flat, lead = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x, x.shape[:-1]
-    else:
-        if x.dim() not in (where.dims + 1, where.dims + 2):
-            raise ValueError(
-                f"input must have {where.dims + 1} (unbatched) or {where.dims + 2} dimensions, got the shape {tuple(x.shape)}"
-            )
-        flat = x if x.dim() == where.dims + 2 else x.unsqueeze(0)
-    if not recorded_by_jit():  # the convolution checks its sizes itself, though it says less
-        _check_sizes(x, flat, weight, where)
-    out = decouple_by(impl, Inputs(flat, weight, bias, where, operator, radius, mean_norm, learned, eps, finish))
-    if where.dims == 0:
-        return out.reshape(*lead, out.shape[1]) if x.dim() != 2 else out
-    return out if flat is x else out.squeeze(0)
+    """Return ‖x‖ of every patch: (N, groups, H, W) for an input (N, C, H, W); one and three dimensions alike.
 
+    The first dimension is always the batch: (N, C, L) is read as one-dimensional. The other arguments are those of
+    `nn.Conv2d`; eps is added inside the root.
 
-def _check_sizes(x: Tensor, flat: Tensor, weight: Tensor, where: Geometry) -> None:
-    """Raise where the input, or the groups, do not fit the kernels."""
-    expected = weight.shape[1] * where.groups
-    if flat.shape[1] != expected:
-        what = "features" if where.dims == 0 else "channels"
-        raise ValueError(f"input has {flat.shape[1]} {what}, the layer expects {expected} (shape {tuple(x.shape)})")
-    if weight.shape[0] % where.groups:
-        raise ValueError(f"groups={where.groups} does not divide the {weight.shape[0]} kernels of the weight")
-    where.check_fits(flat.shape[2:])
+    >>> patch_norm(torch.ones(1, 3, 4, 4), 2, eps=0.0).shape
+    torch.Size([1, 1, 3, 3])
+    """
+    check_input(x, "input")
+    check_eps(eps)
+    if x.dim() not in (3, 4, 5):
+        raise ValueError(
+            f"input must be (N, C, …) with one to three spatial dimensions, got the shape {tuple(x.shape)}"
+        )
+    geometry = make_geometry(kernel_size, stride, padding, dilation, groups, padding_mode, x.dim() - 2)
+    if x.shape[1] % groups:
+        raise ValueError(f"groups={groups} does not divide the {x.shape[1]} channels of the input")
+    geometry.check_fits(x.shape[2:])
+    return eager().norm_map(x, geometry, eps)

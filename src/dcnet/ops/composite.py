@@ -1,0 +1,77 @@
+"""Decoupling out of ordinary PyTorch operations, which compilers, function transforms, forward mode and torch.fx can follow.
+
+A convolution with the normalized kernels, a box sum of x², and h·g on the output. `cpu/` has the same three steps as
+autograd functions that make fewer passes over memory.
+"""
+
+import torch
+from torch import Tensor
+
+from dcnet.ops import norms
+from dcnet.ops.geometry import Geometry, convolve
+from dcnet.ops.inputs import Inputs
+from dcnet.ops.operator import Operator
+
+
+class Composite:
+    """`impl="eager"`: the algorithm, and its steps by ordinary operations."""
+
+    def decouple(self, inputs: Inputs) -> Tensor:
+        """Return h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, with what follows it: (N, out_channels, …)."""
+        operator, geometry, eps, post_ops = inputs.operator, inputs.geometry, inputs.eps, inputs.post_ops
+        if operator.is_inner_product:
+            y = convolve(inputs.x, self.inner_product_kernel(inputs), inputs.bias, geometry)
+            return y if post_ops is None else post_ops.apply(y)
+        # Normalized before the convolution, not after it: the dot product of a bounded operator then cannot overflow
+        # because of a large kernel, and its gradient in ‖w‖ costs a pass over w, not over the output.
+        unit, w_norm = self.unit_kernel(inputs.weight, eps)
+        dot, norm_map = self.dot_and_norms(inputs.x, unit, geometry, eps)
+        rho, radius = inputs.radii(norm_map)
+        factor = operator.kernel_factor(w_norm, rho, inputs.learned)
+        gain = w_norm if operator.weighting == "joint" else None
+        vectors = (factor, gain, radius, inputs.bias, *(inputs.learned[name] for name in operator.learned))
+        relu = post_ops is not None and post_ops.is_relu
+        y = self.epilogue(dot, norm_map, operator, vectors, eps, geometry.groups, relu)
+        return y if post_ops is None or relu else post_ops.apply(y)
+
+    def inner_product_kernel(self, inputs: Inputs) -> Tensor:
+        """Return the kernel whose plain convolution is LinearConv with cosine; every weighting puts ‖w‖ back once."""
+        weight, alpha = inputs.weight, inputs.operator.magnitude.value("alpha", 1.0)
+        if inputs.operator.weighting is None:
+            weight, _ = self.unit_kernel(weight, inputs.eps)
+        return weight if alpha == 1.0 else (weight.to(norms.compute_dtype(weight)) * alpha).to(weight.dtype)
+
+    def unit_kernel(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return w/‖w‖ in the dtype of w, and ‖w‖ (out_channels,)."""
+        w_norm = norms.kernel_norm(weight, eps)
+        return norms.normalized(weight, norms.inverse(w_norm, eps)), w_norm
+
+    def norm_map(self, x: Tensor, geometry: Geometry, eps: float) -> Tensor:
+        """Return ‖x‖ of every patch and group: (N, groups, …). Padding the small map is padding x: both copy or mirror."""
+        return norms.root(norms.box_sum(norms.sum_of_squares(x, geometry.groups), geometry), eps)
+
+    def dot_and_norms(self, x: Tensor, unit: Tensor, geometry: Geometry, eps: float) -> tuple[Tensor, Tensor]:
+        """Return ⟨w, x⟩/‖w‖ of every patch and kernel, and ‖x‖ (N, groups, …) of every patch."""
+        return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
+
+    def epilogue(
+        self,
+        dot: Tensor,
+        norm_map: Tensor,
+        operator: Operator,
+        vectors: tuple[Tensor | None, ...],
+        eps: float,
+        groups: int,
+        relu: bool,
+    ) -> Tensor:
+        """Return s·h(t·‖x‖, ρ)·g(θ) + b in the shape, dtype and memory format of the dot product; max(·, 0) with `relu`.
+
+        vectors: s, t, ρ, b and the learned parameters in the order of `operator.learned`, each (out_channels,) or None.
+        """
+        # no reshaping of maps, which torch.compile cannot see through when sizes are unknown
+        channels, ones = dot.shape[1], [1] * (dot.dim() - 2)
+        n = norm_map if groups == 1 else norm_map.repeat_interleave(channels // groups, 1)
+        values = [None if v is None else v.to(n.dtype).reshape(channels, *ones) for v in vectors]
+        cosine = (dot * norms.inverse(n, eps)).clamp(-1.0, 1.0)
+        y = operator.value(cosine, n, *values).to(dot.dtype)
+        return torch.relu(y) if relu else y

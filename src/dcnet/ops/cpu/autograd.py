@@ -1,0 +1,151 @@
+"""Norms, dot products and normalized kernels as autograd functions."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dcnet.ops import norms
+from dcnet.ops.composite import Composite
+from dcnet.ops.cpu.chunks import chunks
+from dcnet.ops.cpu.passes import epilogue
+from dcnet.ops.geometry import Geometry, convolve
+from dcnet.ops.norms import compute_dtype, inverse, per_kernel
+from dcnet.ops.operator import Operator
+from dcnet.util.compat import is_grads_batched
+
+
+class AutogradFunctions(Composite):
+    """`impl="eager"` wherever nobody needs to look into an autograd function."""
+
+    def unit_kernel(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return _UnitKernel.apply(weight, eps)
+
+    def norm_map(self, x: Tensor, geometry: Geometry, eps: float) -> Tensor:
+        return norms.root(_box_sum(_SumOfSquares.apply(x, geometry.groups), geometry), eps)
+
+    def dot_and_norms(self, x: Tensor, unit: Tensor, geometry: Geometry, eps: float) -> tuple[Tensor, Tensor]:
+        kind = x.device.type
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        # under autocast the dtype is the convolution's business
+        if geometry.dims == 0 or geometry.symmetric_padding is None or autocast:
+            return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
+        dot, squares = _DotAndSquares.apply(x, unit, geometry)
+        return dot, norms.root(_box_sum(squares, geometry), eps)
+
+    def epilogue(
+        self,
+        dot: Tensor,
+        norm_map: Tensor,
+        operator: Operator,
+        vectors: tuple[Tensor | None, ...],
+        eps: float,
+        groups: int,
+        relu: bool,
+    ) -> Tensor:
+        return epilogue(dot, norm_map, operator, vectors, eps, groups, relu)
+
+
+class _UnitKernel(torch.autograd.Function):
+    """w/‖w‖ and ‖w‖ in few operations: for a small batch those on kernels take as long as those on maps."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        w_norm = norms.kernel_norm(weight, eps)
+        ctx.eps = eps
+        ctx.save_for_backward(weight, w_norm)
+        ctx.set_materialize_grads(False)  # few operators use ‖w‖
+        return norms.normalized(weight, inverse(w_norm, eps)), w_norm
+
+    @staticmethod
+    def backward(ctx: Any, of_unit: Tensor | None, of_norm: Tensor | None) -> tuple[Tensor, None]:
+        weight, w_norm = ctx.saved_tensors
+        one_over_norm, exact = inverse(w_norm, ctx.eps), weight.to(w_norm.dtype)
+        # ‖w‖ has the slope w/‖w‖; w/‖w‖ has 1/‖w‖ less what goes into its length
+        along = torch.zeros_like(w_norm) if of_norm is None else of_norm * one_over_norm
+        if of_unit is None:
+            return (exact * per_kernel(along, weight)).to(weight.dtype), None
+        of_unit = of_unit.to(w_norm.dtype)
+        # one factor after another: the cube of a small norm's inverse may be too large a number
+        length = (of_unit * exact).sum(tuple(range(1, weight.dim()))) * one_over_norm * one_over_norm
+        along = along - length * one_over_norm
+        grad = (of_unit * per_kernel(one_over_norm, weight)).addcmul_(exact, per_kernel(along, weight))
+        return grad.to(weight.dtype), None
+
+
+def _squares(x: Tensor, groups: int) -> Tensor:
+    """Return Σ over each group's channels of x², in the compute dtype; not for autograd."""
+    squares = torch.empty((x.shape[0], groups, *x.shape[2:]), dtype=compute_dtype(x), device=x.device)
+    for chunk, sums in chunks(x, squares):
+        torch.sum(chunk.to(squares.dtype).square().unflatten(1, (groups, -1)), 2, out=sums)
+    return squares if x.numel() else squares.zero_()
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """Σ over each group's channels of x², in the compute dtype; keeps x alone, which the convolution keeps anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int) -> Tensor:
+        ctx.save_for_backward(x)
+        return _squares(x, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        product = x.unflatten(1, (grad.shape[1], -1)) * (2.0 * grad).unsqueeze(2)
+        return product.reshape(x.shape).to(x.dtype), None
+
+
+class _DotAndSquares(torch.autograd.Function):
+    """A convolution, and Σx² over the channels of each group: both parts of the gradient of x are added in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        ctx.geometry = geometry
+        ctx.save_for_backward(x, kernel)
+        dot, squares = convolve(x, kernel, None, geometry), _squares(x, geometry.groups)
+        if not ctx.needs_input_grad[0]:  # the kernel has nothing to do with them
+            ctx.mark_non_differentiable(squares)
+        return dot, squares
+
+    @staticmethod
+    def backward(ctx: Any, of_dot: Tensor, of_squares: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, kernel = ctx.saved_tensors
+        g, (want_x, want_kernel, _) = ctx.geometry, ctx.needs_input_grad
+        shape = (g.stride, g.symmetric_padding, g.dilation, False, [0] * g.dims, g.groups)
+        grad_x, grad_kernel, _ = torch.ops.aten.convolution_backward(
+            of_dot, x, kernel, None, *shape, (want_x, want_kernel, False)
+        )
+        if want_x:
+            grouped, doubled = x.unflatten(1, (g.groups, -1)), (2.0 * of_squares).unsqueeze(2)
+            # what is differentiated itself, or batched, is no place to write to
+            if torch.is_grad_enabled() or is_grads_batched(of_dot):
+                grad_x = grad_x + (grouped * doubled).reshape(x.shape).to(grad_x.dtype)
+            else:
+                grad_x.unflatten(1, (g.groups, -1)).addcmul_(grouped, doubled)
+        return grad_x, grad_kernel, None
+
+
+def _box_sum(maps: Tensor, geometry: Geometry) -> Tensor:
+    """Return the sum over the window of every patch, each channel by itself."""
+    small_steps = all(step == 1 for step in geometry.stride) and max(geometry.kernel_size, default=0) <= 7
+    if geometry.is_pointwise or maps.device.type != "cpu" or not small_steps:
+        return norms.box_sum(maps, geometry)
+    return _BoxSum.apply(geometry.pad(maps), geometry.kernel_size, geometry.dilation)
+
+
+class _BoxSum(torch.autograd.Function):
+    """The sum over every window, one step apart: slices, which a CPU adds up five times faster than pooling does."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+        ctx.windows = kernel_size, dilation
+        return norms.sum_of_slices(maps, kernel_size, (1,) * len(kernel_size), dilation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # as many windows hold a value as values are in a window: the same sums again, of the gradient with zeros around
+        spans = [(size - 1) * dilation for size, dilation in zip(*ctx.windows, strict=True)]
+        padded = F.pad(grad, [span for span in reversed(spans) for _ in range(2)])
+        return _BoxSum.apply(padded, *ctx.windows), None, None

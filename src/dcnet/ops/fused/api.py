@@ -1,0 +1,126 @@
+"""`impl="fused"`: the decoupled convolution, with what follows it or not, out of the fused operator."""
+
+import torch
+from torch import Tensor
+
+from dcnet.ops.composite import Composite
+from dcnet.ops.fused.autograd import decoupled, unit_kernel
+from dcnet.ops.fused.layout import dense, energy_maps, on_device
+from dcnet.ops.fused.operands import (
+    ALONE,
+    AVERAGES,
+    GIVEN,
+    NO_MEAN,
+    OF_BATCH,
+    OF_RANKS,
+    STATISTICS,
+    Effects,
+    Operands,
+    Options,
+)
+from dcnet.ops.geometry import convolve
+from dcnet.ops.inputs import Inputs, LearnedRadius
+from dcnet.ops.mean_norm import BatchMean
+from dcnet.ops.post_ops import ACTIVATIONS, NOTHING, PostOps
+
+
+def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Return h(‖w‖, ‖x‖)·g(θ) with what follows it, (N, out_channels, …), and its energy if wanted and there is one."""
+    post_ops = inputs.post_ops
+    if inputs.operator.is_inner_product:
+        y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
+        return y if post_ops is None else post_ops.apply(y), None
+    if post_ops is None or not post_ops.normalize or inputs.x.shape[0] == 0 or _is_prelu_of_sum(post_ops):
+        y, _ = _decouple(inputs, NOTHING, ALONE)
+        return y if post_ops is None else post_ops.apply(y), None
+    return _decouple(inputs, post_ops, STATISTICS if post_ops.training else AVERAGES)
+
+
+def _is_prelu_of_sum(post_ops: PostOps) -> bool:
+    """Tell whether backward would need the sign of a sum, which a PReLU's output does not tell: its slope may be negative."""
+    return post_ops.residual is not None and post_ops.activation == "prelu"
+
+
+def _inner_product_kernel(inputs: Inputs) -> Tensor:
+    """Return the kernel whose plain convolution is the operator, in the dtype of the convolution."""
+    operator = inputs.operator
+    if operator.weighting is not None or operator.magnitude.value("alpha", 1.0) != 1.0 or torch.compiler.is_compiling():
+        return _EAGER.inner_product_kernel(inputs)
+    with on_device(inputs.x):
+        return unit_kernel(inputs.weight, inputs.eps, _convolution_dtype(inputs.x))
+
+
+_EAGER = Composite()
+
+
+def _decouple(inputs: Inputs, post_ops: PostOps, follows: int) -> tuple[Tensor, Tensor | None]:
+    """Bring the operands into shape and compute; the running averages move."""
+    operator, geometry = inputs.operator, inputs.geometry
+    x, dtype = inputs.x, _convolution_dtype(inputs.x)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    padding = geometry.symmetric_padding
+    if padding is None:
+        x, padding = geometry.pad(x), (0,) * geometry.dims
+    x, weight = dense(x), dense(inputs.weight)
+
+    radius, radius_kind = (inputs.radius.raw, 2) if isinstance(inputs.radius, LearnedRadius) else (inputs.radius, 1)
+    if operator.weighting == "separate":  # ρ is also needed outside the kernels
+        radius, radius_kind = inputs.rho, 1
+    given = tracked = None
+    mean_kind = NO_MEAN
+    if radius is not None and isinstance(inputs.mean_norm, BatchMean):
+        mean_kind, tracked = OF_RANKS if inputs.mean_norm.sync else OF_BATCH, inputs.mean_norm
+    elif radius is not None and isinstance(inputs.mean_norm, Tensor):
+        mean_kind, given = GIVEN, inputs.mean_norm.float().contiguous()
+    learned = torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None
+
+    energy = inputs.energy if x is inputs.x and geometry.groups == 1 else None  # of this very tensor, and no other
+    if energy is not None and energy.requires_grad != x.requires_grad:
+        energy = None  # gradients reach x by another way, as in a checkpoint's first forward pass
+    leaves = inputs.leave_energy and follows != ALONE and energy_maps(weight.shape[0], geometry.groups) > 0
+    residual = post_ops.residual
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.to(x.dtype)
+    moves = follows == STATISTICS and post_ops.running_mean is not None and post_ops.running_var is not None
+    options = Options(
+        stride=geometry.stride,
+        padding=padding,
+        dilation=geometry.dilation,
+        groups=geometry.groups,
+        eps=inputs.eps,
+        radius_kind=radius_kind,
+        mean_kind=mean_kind,
+        follows=follows,
+        norm_eps=post_ops.eps,
+        activation=ACTIVATIONS.index(post_ops.activation),
+        leaves=leaves,
+        operator=operator,
+    )
+    operands = Operands(
+        x=x,
+        weight=weight,
+        bias=_dense_vector(inputs.bias),
+        radius=_dense_vector(radius),
+        mean_norm=given,
+        learned=learned,
+        gamma=_dense_vector(post_ops.gamma),
+        beta=_dense_vector(post_ops.beta),
+        running_mean=post_ops.running_mean,
+        running_var=post_ops.running_var,
+        residual=residual,
+        slope=None if post_ops.slope is None else post_ops.slope.expand(weight.shape[0]).contiguous(),
+        energy=energy,
+    )
+    effects = Effects(tracked, post_ops.momentum, post_ops.batches) if moves else Effects(tracked)
+    return decoupled(operands, options, effects)
+
+
+def _dense_vector(vector: Tensor | None) -> Tensor | None:
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
+
+
+def _convolution_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype PyTorch's convolution would compute in: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype

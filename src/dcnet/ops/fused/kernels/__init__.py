@@ -1,0 +1,1 @@
+"""The Triton kernels; `common.py` says how maps are divided among programs."""

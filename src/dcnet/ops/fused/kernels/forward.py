@@ -1,0 +1,177 @@
+"""The Triton kernel of the epilogue: h·g on the output of a convolution, and what follows it."""
+
+import triton
+import triton.language as tl
+
+from dcnet.ops.fused.kernels.common import (
+    magnitude,
+    offsets_in_tile,
+    parameters,
+    patch_radius,
+    start_of_tile,
+    vector,
+    within,
+    zeros,
+)
+from dcnet.ops.fused.kernels.statistics import mean_norm, normalization
+
+
+@triton.jit
+def forward(
+    d_ptr,
+    n_ptr,
+    y_ptr,
+    energy_ptr,
+    residual_ptr,
+    radius,
+    bias,
+    learned,
+    slope,
+    gamma,
+    beta,
+    running_mean,
+    running_var,
+    norm_batches,
+    running_norm,
+    mean_batches,
+    factor,
+    gain,
+    mean,
+    norm,
+    sums,
+    norm_sums,
+    norm_momentum,
+    mean_momentum,
+    norm_eps,
+    count,
+    unbiased,
+    batch,
+    groups,
+    K,
+    P,
+    mean_parts,
+    H: tl.constexpr,
+    H_FIXED: tl.constexpr,
+    H_ROWS: tl.constexpr,
+    G: tl.constexpr,
+    G_FIXED: tl.constexpr,
+    G_ROWS: tl.constexpr,
+    RADIUS: tl.constexpr,
+    FLOOR: tl.constexpr,
+    BP: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    EVEN: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    STAGES: tl.constexpr,
+    MEAN: tl.constexpr,
+    TRACK: tl.constexpr,
+    TALLY: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    STATISTICS: tl.constexpr,
+):
+    """y = factor·h·g + bias; then BatchNorm, residual and activation, each if asked for; or, with STATISTICS, only sums of y − center.
+
+    MEAN, TRACK and TALLY as `mean_norm` has them, NORM (0 for none) as `normalization` has it. The center is BatchNorm's
+    running mean, 0 where there is none. With an energy_ptr ½·Σ of the output's squares too, one map for each block of
+    kernels. With norm_batches BatchNorm's running averages move.
+    """
+    channels = groups * K
+    blocks = tl.cdiv(P, BP)
+    kernel_blocks = tl.cdiv(K, BK)
+    g = tl.program_id(1) // kernel_blocks
+    kernel_block = tl.program_id(1) % kernel_blocks
+    k = kernel_block * BK + tl.arange(0, BK)
+    in_k = k < K
+    ch = g * K + k
+    writes = tl.program_id(0) == 0
+    average = mean_norm(
+        mean,
+        norm_sums,
+        running_norm,
+        mean_batches,
+        count,
+        mean_momentum,
+        mean_parts,
+        g,
+        writes & (kernel_block == 0),
+        MEAN,
+        TRACK,
+        TALLY,
+        1024,
+    )
+    rho = patch_radius(radius, average, RADIUS, FLOOR, MEAN > 0, ch, in_k)
+    t = vector(gain, ch, in_k, 1.0)
+    s = vector(factor, ch, in_k, 1.0)
+    of_h = parameters(learned, H_FIXED, H_ROWS, channels, ch, in_k)
+    of_g = parameters(learned, G_FIXED, G_ROWS, channels, ch, in_k)
+    if NORM > 0:
+        scale, shift = normalization(
+            norm,
+            sums,
+            gamma,
+            beta,
+            running_mean,
+            running_var,
+            norm_batches,
+            count,
+            unbiased,
+            norm_momentum,
+            norm_eps,
+            tl.num_programs(0),
+            channels,
+            ch,
+            in_k,
+            writes,
+            writes & (tl.program_id(1) == 0),
+            NORM,
+            BR,
+            BK,
+        )
+    p = tl.arange(0, BP)
+    if STATISTICS:
+        center = vector(running_mean, ch, in_k, 0.0) + tl.zeros((1, BK), tl.float32)
+        if writes:
+            tl.store(norm + 5 * channels + ch[None, :], center, mask=in_k[None, :])
+        sum_y, sum_yy = zeros(2, BP, BK)
+    offsets = offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST)
+    for step in tl.range(tl.program_id(0), batch * blocks, tl.num_programs(0), num_stages=STAGES):
+        # backward through the map: what the convolution wrote last is still in the cache
+        tile = batch * blocks - 1 - step if STATISTICS else step
+        block = tile % blocks
+        b = (tile // blocks).to(tl.int64)
+        in_p = block * BP + p < P
+        inside = within(in_p, in_k, EVEN)
+        start = block.to(tl.int64) * BP
+        first = start_of_tile(b, g.to(tl.int64), start, K, P, groups, CHANNELS_LAST)
+        at_n = (b * groups + g) * P + start + p
+        n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
+        d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
+        c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
+        y = magnitude(H, n * t, rho, of_h, RADIUS)[0] * G(c, *of_g)[0] * s
+        if bias is not None:
+            y += vector(bias, ch, in_k, 0.0)
+        if STATISTICS:
+            y = tl.where(inside, y - center, 0.0)
+            sum_y += y
+            sum_yy += y * y
+        else:
+            if NORM > 0:
+                y = y * scale + shift
+            if residual_ptr is not None:
+                y += tl.load(residual_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
+            if ACTIVATION == 1:
+                y = tl.maximum(y, 0.0)
+            if ACTIVATION == 2:
+                y = tl.where(y > 0.0, y, y * vector(slope, ch, in_k, 0.0))
+            result = y.to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + first + offsets, result, mask=inside)
+            if energy_ptr is not None:  # of what is stored
+                y = tl.where(inside, result.to(tl.float32), 0.0)
+                at_energy = kernel_block.to(tl.int64) * batch * groups * P + at_n
+                tl.store(energy_ptr + at_energy, 0.5 * tl.sum(y * y, 1), mask=in_p)
+    if STATISTICS:
+        row = sums + tl.program_id(0) * 2 * channels + ch
+        tl.store(row, tl.sum(sum_y, 0), mask=in_k)
+        tl.store(row + channels, tl.sum(sum_yy, 0), mask=in_k)

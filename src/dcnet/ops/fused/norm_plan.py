@@ -1,0 +1,90 @@
+"""How the kernels around the convolution go over an input: kernels normalized, patch norms, and their gradients."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+
+from dcnet.ops.fused.kernels import norms
+from dcnet.ops.fused.launcher import Launcher, Place
+from dcnet.ops.fused.layout import Sizes, View, cdiv
+from dcnet.ops.fused.operands import Options
+
+_BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
+_SHORT = 2**31 - 2**16  # what 32-bit indices reach
+Places = Mapping[str, Place | None]
+
+
+def kernel_launchers(
+    kernels: int, size: int, forward: Places, backward: Places, eps: float
+) -> tuple[Launcher, Launcher]:
+    """Return the launches that normalize kernels of that many elements, and that give the gradient of it."""
+    fixed = {"D": size, "BLOCK": min(1024, triton.next_power_of_2(size))}
+    return (
+        Launcher(norms.normalize, (kernels,), {**forward, **fixed, "eps": eps}),
+        Launcher(norms.normalize_backward, (kernels,), {**backward, **fixed}),
+    )
+
+
+class NormPlan:
+    """The launches of patch norms over inputs of one shape and order."""
+
+    def __init__(self, shape: Sizes, strides: Sizes, kernel: Sizes, o: Options) -> None:
+        self.groups, self.shape = o.groups, shape
+        sizes = shape[2:]
+        positions = [
+            (i + 2 * p - d * (k - 1) - 1) // s + 1
+            for i, p, d, k, s in zip(sizes, o.padding, o.dilation, kernel, o.stride, strict=True)
+        ]
+        self.output = (shape[0], o.groups, *positions)
+        self.count = shape[0] * math.prod(positions)  # of the norms of one group
+        self.view = View(shape, strides, o.groups)
+        self.programs = cdiv(self.count, _BLOCK)
+        self.rows = shape[0] * o.groups * math.prod(sizes)
+        triples = {"I": (sizes, 1), "O": (positions, 1), "S": (o.stride, 1), "P": (o.padding, 0)}
+        triples |= {"D": (o.dilation, 1), "K": (kernel, 1)}
+        self.window = {"groups": o.groups}
+        for letter, (values, missing) in triples.items():
+            self.window |= zip((f"{letter}D", f"{letter}H", f"{letter}W"), _three(values, missing), strict=True)
+
+    def _over_channels(self) -> dict[str, Any]:
+        view = self.view
+        bp, bc = view.channel_blocks()
+        sizes = {"groups": self.groups, "C": view.kernels, "P": view.positions, "blocks": cdiv(view.positions, bp)}
+        return {**sizes, **dict(zip(("x_b", "x_c", "x_p"), view.strides, strict=True)), "BP": bp, "BC": bc}
+
+    def energies(self, places: Places) -> Launcher:
+        """Return the launch for ½·Σ x² over channels."""
+        over = self._over_channels()
+        return Launcher(norms.energies, (self.view.batch * self.groups * over["blocks"],), {**places, **over})
+
+    def product(self, places: Places) -> Launcher:
+        """Return the launch that adds x times what `box_gradient` gives to the gradient in x, in place."""
+        over = self._over_channels()
+        grid = (self.view.batch * self.groups * over["blocks"], cdiv(self.view.kernels, over["BC"]))
+        return Launcher(norms.add_product, grid, {**places, **over})
+
+    def box(self, places: Places, eps: float, maps: int) -> Launcher:
+        """Return the launch for patch norms of ½·Σ x², which comes as that many maps to be added up."""
+        sizes = {"eps": eps, "maps": maps, "rows": self.rows, "total": self.count}
+        fixed = {"LONG": self.count > _SHORT, "BLOCK": _BLOCK}
+        grid = (self.programs, self.groups)
+        return Launcher(norms.box, grid, {**places, **self.window, **sizes, **fixed}, _BOX_WARPS)
+
+    def box_gradient(self, places: Places, maps: int, means: int, share: float) -> Launcher:
+        """Return the launch for what multiplied by x is the gradient in x, (N, groups, …), of ‖x‖ and of ‖x‖'s gradient.
+
+        That comes as maps, to be added up, and as `means` numbers a group, to be added up too: the gradient of something
+        of which every norm has that share.
+        """
+        total = self.shape[0] * math.prod(self.shape[2:])
+        sizes = {"share": share, "total": total, "rows": math.prod(self.output)}
+        sums = {"MAPS": maps, "MEANS": means, "PARTS": triton.next_power_of_2(max(1, means))}
+        fixed = {"LONG": total > _SHORT, "BLOCK": _BLOCK}
+        grid = (cdiv(total, _BLOCK), self.groups)
+        return Launcher(norms.box_backward, grid, {**places, **self.window, **sizes, **sums, **fixed}, _BOX_WARPS)
+
+
+def _three(values: Sequence[int], missing: int) -> list[int]:
+    return [missing] * (3 - len(values)) + list(values)

@@ -1,0 +1,107 @@
+"""Every private name of PyTorch and Triton that we depend on, with the versions it was seen in.
+
+A release that drops one of them breaks this file and no other. Seen in torch 2.11 and 2.13, Triton 3.6 and 3.7.
+"""
+
+import ast
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _LazyConvXdMixin as LazyConvXdMixin
+
+__all__ = ["BatchNorm", "LazyConvXdMixin"]
+
+
+# -- who is watching ---------------------------------------------------------------------------------------------------
+
+
+def recorded_by_jit() -> bool:
+    """Tell whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
+    return not torch.compiler.is_compiling() and torch._C._is_tracing()
+
+
+def function_transform_active() -> bool:
+    """Tell whether vmap, jvp or another transform of torch.func is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def only_ordinary_operations() -> bool:
+    """Tell whether somebody is watching who cannot see into an autograd function of our own.
+
+    Some back ends of torch.compile lose the second derivative of an autograd function without a word; function
+    transforms (vmap, jvp, …) and forward-mode differentiation need rules that ordinary operations have; torch.jit.trace
+    and what is made of it (TensorBoard's graphs, counts by fvcore, the old ONNX exporter) cannot look into a function;
+    make_fx records operations, and fake tensors have no numbers to look at.
+    """
+    if recorded_by_jit():
+        return True
+    if torch.compiler.is_compiling() or function_transform_active() or forward_ad._current_level >= 0:
+        return True
+    modes = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
+
+
+def recomputing() -> bool:
+    """Tell whether this forward runs inside a backward: activation checkpointing repeats what has been counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_grads_batched(gradient: Tensor) -> bool:
+    """Tell whether a gradient is a batch of gradients (`is_grads_batched=True`), which no buffer can hold."""
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Tell whether hooks may change what goes into a module or comes out of it, or the gradients there."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(hooks) or nn.modules.module._has_any_global_hook()
+
+
+def changed_by_fsdp(module: nn.Module) -> bool:
+    """Tell whether a hook receives the keyword arguments of a module's forward, as FSDP2's does to cast them."""
+    return bool(module._forward_pre_hooks_with_kwargs)
+
+
+# -- shortcuts ---------------------------------------------------------------------------------------------------------
+
+
+def below_autograd() -> Any:
+    """Return a context in which an operator runs without its gradient."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def unprepared_apply(function: type[torch.autograd.Function]) -> Any:
+    """Return `function.apply` without its preparations for function transforms, which cost as much as a launch."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def raw_stream(x: Tensor) -> int:
+    """Return the handle of the stream that kernels on the device of x run on; 0 on a CPU, for Triton's interpreter."""
+    return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+
+
+def direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what launches a compiled Triton kernel, and its arguments between the stream and the kernel's own.
+
+    The three None are metadata and hooks for Triton's profiler.
+    """
+    return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
+def without_annotations(function: Any) -> Any:
+    """Return a Triton function with the annotations of its arguments dropped.
+
+    Triton's compiler looks names in annotations up as if they were part of the arithmetic. The interpreter does not.
+    """
+    if not hasattr(function, "_unsafe_update_src"):
+        return function
+    tree = ast.parse(function.src)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    for argument in definition.args.args:
+        argument.annotation = None
+    function._unsafe_update_src(ast.unparse(tree))
+    return function
