@@ -2,7 +2,7 @@
 
 A magnitude or angular function is written once, with its arguments, literals and the names of this module. The
 GPU kernels run the same code with `m` bound to a twin of this module, so every name here must exist there too. What is
-neither a number nor a tensor is a torch.fx proxy: `ops/programs.py` records what is computed, for passes without gradients.
+neither a number nor a tensor is a torch.fx proxy: `ops/cpu/record.py` records what is computed, for passes without gradients.
 """
 
 import math
@@ -38,6 +38,7 @@ log1p = _lifted("log1p", torch.log1p, math.log1p)
 sqrt = _lifted("sqrt", torch.sqrt, math.sqrt)
 rsqrt = _lifted("rsqrt", torch.rsqrt, lambda x: 1.0 / math.sqrt(x))
 tanh = _lifted("tanh", torch.tanh, math.tanh)
+erf = _lifted("erf", torch.erf, math.erf)  # for activations; not among the names a formula may use
 # 1 where x > 0, else 0, in the dtype of x (torch.where on two numbers would forget the dtype)
 step = _lifted("step", lambda x: (x > 0).to(x.dtype), lambda x: float(x > 0))
 

@@ -6,7 +6,7 @@ from torch.fx import Proxy
 
 from dcnet.layers.chain import HandsOn
 from dcnet.layers.decoupled import Decoupled
-from dcnet.ops import ACTIVATIONS, ONLY_RELU, PostOps
+from dcnet.ops import ACTIVATIONS, ONLY_RELU, PostOps, activate
 from dcnet.util.compat import BatchNorm, changed_by_fsdp, hooked
 
 _FUSED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not their subclasses, which compute something else
@@ -16,7 +16,8 @@ class Block(HandsOn):
     """act(norm(conv(x)) + residual), with fewer passes over memory where the convolution is decoupled.
 
     conv: any layer with a `weight`. norm: a module or None; a BatchNorm shares passes with a decoupled convolution.
-    activation: None, "relu", or "prelu" (a slope for each channel, starting at 0).
+    activation: None, "relu", "prelu" (a slope for each channel, starting at 0), "relu6", "silu", "gelu", "gelu_tanh" or
+    "hardswish".
     Call it with x and, optionally, the residual to add. Where passes are shared, a forward hook on the convolution sees
     the finished result.
     """
@@ -24,7 +25,7 @@ class Block(HandsOn):
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, activation: str | None = "relu") -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {activation!r}; possible: None, 'relu', 'prelu'")
+            raise ValueError(f"unknown activation {activation!r}; possible: {', '.join(map(repr, ACTIVATIONS))}")
         self.conv = conv
         self.norm = norm
         self.activation = activation
@@ -55,9 +56,7 @@ class Block(HandsOn):
             y = norm(y)
         if residual is not None:
             y = y + residual
-        if self.activation == "relu":
-            return torch.relu(y)
-        return y if self.slope is None else nn.functional.prelu(y, self.slope)
+        return activate(y, self.activation, self.slope)
 
     def _post_ops(self, norm: nn.Module | None, residual: Tensor | None) -> PostOps:
         assert isinstance(norm, BatchNorm)

@@ -1,5 +1,6 @@
 """Operators: the stateless decoupled convolutions, their implementations, and norms."""
 
+from dcnet.ops.activations import ACTIVATIONS, activate
 from dcnet.ops.api import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
 from dcnet.ops.checks import check_eps, check_impl, check_input, check_literal_radius
 from dcnet.ops.dispatch import decouple
@@ -9,7 +10,7 @@ from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.ops.norms import EPS, compute_dtype, kernel_norm, root
 from dcnet.ops.operator import Operator, make_operator
-from dcnet.ops.post_ops import ACTIVATIONS, ONLY_RELU, PostOps
+from dcnet.ops.post_ops import ONLY_RELU, PostOps
 
 __all__ = [
     "ACTIVATIONS",
@@ -23,6 +24,7 @@ __all__ = [
     "MeanNorm",
     "Operator",
     "PostOps",
+    "activate",
     "check_eps",
     "check_impl",
     "check_input",

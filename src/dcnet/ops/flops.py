@@ -12,42 +12,14 @@ from typing import Any
 # Of the operations a decoupled layer is traced as, those that fvcore neither counts nor ignores by itself: one for each number that comes
 # out, or, of sums, that goes in
 _EACH = (
-    *(
-        "abs",
-        "acos",
-        "add",
-        "add_",
-        "asin",
-        "div",
-        "exp",
-        "expm1",
-        "log",
-        "log1p",
-        "maximum",
-        "minimum",
-        "mul",
-        "neg",
-        "pow",
-        "reciprocal",
-    ),
-    *("rsqrt", "rsub", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "where"),
+    *("abs", "acos", "add", "add_", "asin", "div", "exp", "expm1", "log", "log1p", "maximum", "minimum", "mul", "neg"),
+    *("pow", "reciprocal", "rsqrt", "rsub", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "where"),
 )
 _SUMS = ("mean", "sum")
 # what moves, repeats or compares numbers
 _NOTHING = (
-    "isfinite",
-    "all",
-    "lerp_",
-    "le",
-    "lt",
-    "ne",
-    "repeat_interleave",
-    "clone",
-    "ones_like",
-    "unflatten",
-    "clamp_max",
-    "clamp_min",
-    "pad",
+    *("isfinite", "all", "lerp_", "le", "lt", "ne", "repeat_interleave", "clone", "ones_like", "unflatten"),
+    *("clamp_max", "clamp_min", "pad"),
 )
 
 Handle = Callable[[list[Any], list[Any]], int]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ class Operator:
     angular: Choice
     weighting: str | None = None
     spelling: tuple[str, str, str] | None = field(default=None, compare=False)  # `names`, spelled out beforehand
+
+    # Operators are keys of plans, looked up in every call: one object for all layers alike, and a hash computed once.
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.magnitude, self.angular, self.weighting))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: Any) -> "Operator":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return shared_operator, (self.magnitude, self.angular, self.weighting)
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -99,5 +115,19 @@ def make_operator(
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")
-    # spelled out now, unless this is being traced: torch.compile has no use for the names here, and may not follow their making
-    return operator if torch.compiler.is_compiling() else replace(operator, spelling=operator.names)
+    # torch.compile has no use for a shared one, and may not follow the making of its names
+    return (
+        operator if torch.compiler.is_compiling() else shared_operator(operator.magnitude, operator.angular, weighting)
+    )
+
+
+_SHARED: dict[Operator, Operator] = {}
+
+
+def shared_operator(magnitude: Choice, angular: Choice, weighting: str | None) -> Operator:
+    """Return the one operator of this kind, with its names spelled out."""
+    operator = Operator(magnitude, angular, weighting)
+    known = _SHARED.get(operator)
+    if known is None:
+        known = _SHARED[operator] = replace(operator, spelling=operator.names)
+    return known

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = (None, "relu", "prelu")
+from dcnet.ops.activations import activate
 
 
 class PostOps(NamedTuple):
@@ -43,12 +43,7 @@ class PostOps(NamedTuple):
             y = F.batch_norm(y, *averages, self.gamma, self.beta, self.training, self.momentum, self.eps)
         if self.residual is not None:
             y = y + self.residual
-        if self.activation == "relu":
-            return F.relu(y)
-        if self.activation == "prelu":
-            assert self.slope is not None
-            return F.prelu(y, self.slope)
-        return y
+        return activate(y, self.activation, self.slope)
 
 
 NOTHING = PostOps(None, None, None, None, training=False, momentum=0.0, eps=0.0, normalize=False)

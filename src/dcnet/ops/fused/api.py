@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dcnet.ops.activations import ACTIVATIONS
 from dcnet.ops.composite import Composite
 from dcnet.ops.fused.autograd import decoupled, unit_kernel
 from dcnet.ops.fused.layout import dense, energy_maps, on_device
@@ -21,7 +22,7 @@ from dcnet.ops.fused.operands import (
 from dcnet.ops.geometry import convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
-from dcnet.ops.post_ops import ACTIVATIONS, NOTHING, PostOps
+from dcnet.ops.post_ops import NOTHING, PostOps
 
 
 def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -30,15 +31,15 @@ def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     if inputs.operator.is_inner_product:
         y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
         return y if post_ops is None else post_ops.apply(y), None
-    if post_ops is None or not post_ops.normalize or inputs.x.shape[0] == 0 or _is_prelu_of_sum(post_ops):
+    if post_ops is None or not post_ops.normalize or inputs.x.shape[0] == 0 or _needs_the_sum(post_ops):
         y, _ = _decouple(inputs, NOTHING, ALONE)
         return y if post_ops is None else post_ops.apply(y), None
     return _decouple(inputs, post_ops, STATISTICS if post_ops.training else AVERAGES)
 
 
-def _is_prelu_of_sum(post_ops: PostOps) -> bool:
-    """Tell whether backward would need the sign of a sum, which a PReLU's output does not tell: its slope may be negative."""
-    return post_ops.residual is not None and post_ops.activation == "prelu"
+def _needs_the_sum(post_ops: PostOps) -> bool:
+    """Tell whether backward would need the sum with the residual, which only a ReLU's output tells enough about."""
+    return post_ops.residual is not None and post_ops.activation not in (None, "relu")
 
 
 def _inner_product_kernel(inputs: Inputs) -> Tensor:

@@ -1,5 +1,6 @@
 """The catalogue's formulas inside Triton kernels: the same code objects, with `m` bound to its Triton twin."""
 
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -7,15 +8,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from dcnet.formulas import Choice, Formula
+from dcnet.formulas import Choice
 from dcnet.ops.fused import triton_math, triton_math16
 from dcnet.util.compat import without_annotations
 
 
 @cache
-def jit(formula: Formula, half: bool) -> Any:
-    """Return the formula as a Triton function; `half` where its results are rounded to 16 bits."""
-    plain = formula.function
+def jit(plain: Callable[..., Any], half: bool) -> Any:
+    """Return a formula's function for Triton; `half` where its results are rounded to 16 bits."""
     assert isinstance(plain, FunctionType)
     # tl is for the interpreter, which wants to see it in every function
     names = {**plain.__globals__, "m": triton_math16 if half else triton_math, "tl": tl}
@@ -32,4 +32,4 @@ def arguments(
     values, names = dict(choice.values) | overrides, list(choice.formula.parameters)
     rows = [first_learned + choice.learned.index(name) if name in choice.learned else -1 for name in names]
     fixed = tuple(values.get(name, 0.0) for name in names)
-    return {letter: jit(choice.formula, half), f"{letter}_FIXED": fixed, f"{letter}_ROWS": tuple(rows)}
+    return {letter: jit(choice.formula.function, half), f"{letter}_FIXED": fixed, f"{letter}_ROWS": tuple(rows)}

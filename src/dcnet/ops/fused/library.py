@@ -30,7 +30,8 @@ from dcnet.ops.fused.operands import (
     vector_regions,
     wanted_output,
 )
-from dcnet.ops.fused.plan import Plan, convolution, plan_of
+from dcnet.ops.fused.plan import convolution, plan_of
+from dcnet.ops.fused.tiles import mean_parts
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.util.compat import below_autograd
 
@@ -122,7 +123,7 @@ def _backward_fake(
     e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any
 ) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
-    parts = Plan.parts(t.weight.shape[0] // o.groups)
+    parts = mean_parts(t.weight.shape[0] // o.groups)
     return (
         torch.empty_like(t.x) if want_x else e.new_empty(0),
         kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if want_x else 0),

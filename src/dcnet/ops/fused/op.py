@@ -36,7 +36,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
 
     vectors = torch.empty(regions.size, dtype=single, device=device)
     norms = torch.empty(plan.norms.output, dtype=single, device=device)
-    scratch = torch.empty(plan.scratch.size, dtype=single, device=device)
+    scratch = torch.empty(plan.tiles.scratch.size, dtype=single, device=device)
     unit = torch.empty_like(t.weight, dtype=x.dtype)
     left = None if plan.left is None else torch.empty(plan.left, dtype=single, device=device)
     memory = Memory((*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, left, None, None))
@@ -132,7 +132,7 @@ def backward(
     else:
         grad_x = grad_d @ unit if want_x else None
         grad_unit = grad_d.t() @ x if want_weight else None
-    of_mean = plan.back_scratch.view(scratch, "mean")
+    of_mean = plan.tiles.back_scratch.view(scratch, "mean")
     if want_x:
         if o.mean_kind == OF_RANKS:  # also where this rank has nothing: the others are waiting
             memory.put(_OF_MEAN, _over_ranks(plan, of_mean, vectors))

@@ -17,7 +17,7 @@ from dcnet.ops.operator import Operator, make_operator
 NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)
 # What follows: no BatchNorm, one with its running averages, one with this batch's statistics
 ALONE, AVERAGES, STATISTICS = range(3)
-PRELU = 2  # among ACTIVATIONS
+PRELU, OTHER = 2, 3  # among ACTIVATIONS; from the latter on as functions
 
 
 class Options(NamedTuple):

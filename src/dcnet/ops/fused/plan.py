@@ -12,13 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from dcnet.formulas import Choice
-from dcnet.ops.fused import formulas
 from dcnet.ops.fused.kernels import statistics
 from dcnet.ops.fused.kernels.backward import backward as backward_kernel
 from dcnet.ops.fused.kernels.forward import forward as forward_kernel
 from dcnet.ops.fused.launcher import Changing, Launcher, Place
-from dcnet.ops.fused.layout import Regions, View, cdiv, dense, energy_maps
+from dcnet.ops.fused.layout import dense, energy_maps
 from dcnet.ops.fused.norm_plan import NormPlan, kernel_launchers
 from dcnet.ops.fused.operands import (
     ALONE,
@@ -26,6 +24,7 @@ from dcnet.ops.fused.operands import (
     NO_MEAN,
     OF_BATCH,
     OF_RANKS,
+    OTHER,
     PRELU,
     READ_BY_BACKWARD,
     STATISTICS,
@@ -34,14 +33,9 @@ from dcnet.ops.fused.operands import (
     gradient_regions,
     vector_regions,
 )
-from dcnet.ops.inputs import RADIUS_FLOOR
+from dcnet.ops.fused.tiles import CHANNELS, Tiles
 
-PROGRAMS = 3  # on each multiprocessor
-STAGES = 3  # tiles a program loads ahead
-TILE = 2048  # elements of a tile
 WARPS = 4  # of a program
-_SUMMED = 8192  # numbers of other programs added up at once
-_CHANNELS = 16  # of a program of `vector_gradients`
 NORM_MOMENTUM, MEAN_MOMENTUM = Changing(0), Changing(1)  # the floats that a forward launch is given
 
 # The tensors of a call, by slot: what `forward` and `backward` fill
@@ -98,69 +92,12 @@ class Plan:
         self.vectors = vector_regions(self.kernels, o)
         self.of_vectors = gradient_regions(t, o)
         self.norms = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o)
-        self._tiles(dot)
+        self.tiles = Tiles(dot, self.has, self.norms, o)
         self._launchers(t)
         self._epilogues: dict[tuple[int, bool], list[Launcher]] = {}
         self._backwards: dict[tuple[bool, bool, bool], Backward] = {}
-        self.left = (self.kernel_blocks, *self.norms.output) if o.leaves else None
-        assert not o.leaves or self.kernel_blocks == energy_maps(self.kernels, o.groups)
-
-    def _tiles(self, dot: Tensor) -> None:
-        """Work out how the epilogue's kernels go over an output, and the arguments they have in common."""
-        o, operator = self.options, self.operator
-        view = View(dot.shape, dot.stride(), o.groups)
-        bp, bk = view.blocks(TILE)
-        self.kernel_blocks = cdiv(view.kernels, bk)
-        self.count = view.batch * view.positions
-        columns = o.groups * self.kernel_blocks
-        # Programs share the tiles: enough of them to fill the device, few enough to add up what they leave.
-        cuda = dot.device.type == "cuda"
-        wanted = PROGRAMS * torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 2
-        self.programs = max(1, min(view.batch * cdiv(view.positions, bp), cdiv(wanted, columns)))
-        self.grid = (self.programs, columns)
-
-        h, g = operator.magnitude, operator.angular
-        alpha_one = dict(operator.alpha_one) if operator.weighting == "separate" else {}
-        half = dot.dtype != torch.float32
-        self.radius = {"RADIUS": o.radius_kind if h.formula.has_radius else 0, "FLOOR": RADIUS_FLOOR}
-        self.common: dict[str, Any] = {
-            "batch": view.batch,
-            "groups": o.groups,
-            "K": view.kernels,
-            "P": view.positions,
-            "count": float(self.count),
-            **formulas.arguments("H", h, half, alpha_one, 0),
-            **formulas.arguments("G", g, half, {}, len(h.learned)),
-            **self.radius,
-            "BP": bp,
-            "BK": bk,
-            "BR": max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk)),
-            "EVEN": view.positions % bp == 0 and view.kernels % bk == 0,
-            "CHANNELS_LAST": view.channels_last,
-            "STAGES": STAGES,
-        }
-        self.slopes = {"H_SLOPES": _slopes(h, 2 + h.formula.has_radius), "G_SLOPES": _slopes(g, 2)}
-        rows = [bool(operator.weighting), self.has["radius"], self.has["bias"], *[True] * len(operator.learned)]
-        self.rows = sum(rows)
-        self.radius_row = sum(rows[:1]) if self.has["radius"] else -1
-        self.mean_parts = self.parts(view.kernels)
-        # Forward's scratch: ½·Σ x² over channels, sums of norms, BatchNorm's sums
-        norms = self.norms
-        of_norm = 2 * self.programs * self.kernels
-        self.scratch = Regions(energies=norms.rows, norm_sums=o.groups * norms.programs, sums=of_norm)
-        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, what multiplies x
-        self.back_scratch = Regions(
-            reduced=3 * self.programs * self.kernels,
-            sums=self.programs * self.rows * self.kernels,
-            mean=o.groups * self.mean_parts,
-            norms=self.kernel_blocks * view.batch * o.groups * view.positions,
-            products=norms.rows,
-        )
-
-    @staticmethod
-    def parts(kernels: int) -> int:
-        """Return in how many parts the gradient of E{‖x‖} comes, by the number of kernels of a group."""
-        return cdiv(kernels, _CHANNELS)
+        self.left = (self.tiles.kernel_blocks, *self.norms.output) if o.leaves else None
+        assert not o.leaves or self.tiles.kernel_blocks == energy_maps(self.kernels, o.groups)
 
     def _launchers(self, t: Operands) -> None:
         """Make the launchers that do not depend on the pass."""
@@ -181,8 +118,8 @@ class Plan:
             },
             o.eps,
         )
-        energy = ahead["energy"] if self.maps else Place(ahead["scratch"].slot, self.scratch.at("energies"))
-        sums = Place(ahead["scratch"].slot, self.scratch.at("norm_sums")) if o.mean_kind == OF_BATCH else None
+        energy = ahead["energy"] if self.maps else Place(ahead["scratch"].slot, self.tiles.scratch.at("energies"))
+        sums = Place(ahead["scratch"].slot, self.tiles.scratch.at("norm_sums")) if o.mean_kind == OF_BATCH else None
         self.energies = self.norms.energies({"x_ptr": ahead["x"], "q_ptr": energy})
         norms = {"n_ptr": ahead["norms"], "q_ptr": energy, "sums_ptr": sums}
         self.box = self.norms.box(norms, o.eps, self.maps or 1)
@@ -233,14 +170,14 @@ class Plan:
             "running_mean": None,
             "running_norm": at["running_norm"] if track else None,
             "mean_batches": at["mean_batches"] if track else None,
-            "sums": Place(scratch, self.scratch.at("sums")),
-            "norm_sums": Place(scratch, self.scratch.at("norm_sums")),
+            "sums": Place(scratch, self.tiles.scratch.at("sums")),
+            "norm_sums": Place(scratch, self.tiles.scratch.at("norm_sums")),
             "norm_momentum": NORM_MOMENTUM,
             "mean_momentum": MEAN_MOMENTUM,
             "norm_eps": o.norm_eps,
-            "unbiased": self.count / max(1.0, self.count - 1.0),
+            "unbiased": self.tiles.count / max(1.0, self.tiles.count - 1.0),
             "mean_parts": self.norms.programs,
-            **self.common,
+            **self.tiles.common,
             "MEAN": 2 if o.mean_kind == OF_BATCH else known,
             "TRACK": track,
             "TALLY": o.groups == 1,
@@ -261,12 +198,12 @@ class Plan:
             "residual_ptr": at["residual"] if has["residual"] else None,
             "norm_batches": at["batches"] if moves else None,
             "NORM": o.follows,
-            "ACTIVATION": o.activation,
+            "ACTIVATION": min(o.activation, OTHER),
         }
         return [*launchers, self._forward(arguments | there | last)]
 
     def _forward(self, arguments: dict[str, Any]) -> Launcher:
-        return Launcher(forward_kernel, self.grid, arguments, WARPS)
+        return Launcher(forward_kernel, self.tiles.grid, arguments, WARPS)
 
     def backward(self, behind: bool, energy: bool, add: bool) -> Backward:
         """Return the launchers of the backward pass.
@@ -284,7 +221,7 @@ class Plan:
         reduced = 3 if o.activation == PRELU else 2
 
         def scratch(name: str) -> Place:
-            return Place(at["scratch"].slot, self.back_scratch.at(name))
+            return Place(at["scratch"].slot, self.tiles.back_scratch.at(name))
 
         arguments = {
             "d_ptr": at["dot"],
@@ -296,9 +233,9 @@ class Plan:
             "grad_n": scratch("norms"),
             "norm_sums": scratch("reduced"),
             "norm_gradients": Place(at["of_vectors"].slot, self.of_vectors.at("beta")),
-            **self.common,
-            **self.slopes,
-            "ACTIVATION": o.activation,
+            **self.tiles.common,
+            **self.tiles.slopes,
+            "ACTIVATION": min(o.activation, OTHER),
             "CENTERED": False,
             "NORM_SUMS": reduced,
         }
@@ -306,36 +243,36 @@ class Plan:
         if follows:
             out = {"out_ptr": at["out"], "grad_residual": at["behind"]} if behind else {}
             reduces = {"sums": scratch("reduced"), "REDUCE": True, "SUMS": reduced}
-            epilogue.append(Launcher(backward_kernel, self.grid, arguments | out | reduces, WARPS))
+            epilogue.append(Launcher(backward_kernel, self.tiles.grid, arguments | out | reduces, WARPS))
             if behind:
                 arguments |= {"e_ptr": at["behind"], "ACTIVATION": 0, "e_energy": None}
         centered = {"CENTERED": o.follows == STATISTICS, "grad_d": at["grad_d"]}
-        gradients = {"sums": scratch("sums"), "REDUCE": False, "SUMS": self.rows}
-        epilogue.append(Launcher(backward_kernel, self.grid, arguments | centered | gradients, WARPS))
-        if self.rows:
+        gradients = {"sums": scratch("sums"), "REDUCE": False, "SUMS": self.tiles.rows}
+        epilogue.append(Launcher(backward_kernel, self.tiles.grid, arguments | centered | gradients, WARPS))
+        if self.tiles.rows:
             epilogue.append(self._vector_gradients(arguments, scratch("sums"), scratch("mean"), at["of_vectors"]))
 
         products = scratch("products") if add else at["products"]
         of_norms: dict[str, Any] = {"n_ptr": at["norms"], "e_ptr": scratch("norms"), "e_mean": None, "t_ptr": products}
         parts, share = 0, 0.0
         if o.mean_kind == OF_BATCH:
-            of_norms["e_mean"], parts, share = scratch("mean"), self.mean_parts, 1.0 / max(1, self.norms.count)
+            of_norms["e_mean"], parts, share = scratch("mean"), self.tiles.mean_parts, 1.0 / max(1, self.norms.count)
         elif o.mean_kind == OF_RANKS:
             of_norms["e_mean"], parts, share = at["of_mean"], 1, 1.0
-        box = self.norms.box_gradient(of_norms, self.kernel_blocks, parts, share)
+        box = self.norms.box_gradient(of_norms, self.tiles.kernel_blocks, parts, share)
         product = self.norms.product({"grad_ptr": at["grad_x"], "x_ptr": at["x"], "t_ptr": products})
-        size = self.back_scratch.size if add else self.back_scratch.at("products")
+        size = self.tiles.back_scratch.size if add else self.tiles.back_scratch.at("products")
         return Backward(epilogue, box, product, size)
 
     def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
         """Return the launch for the gradients of the vectors and of E{‖x‖}, out of the programs' sums."""
-        sizes = {"programs": self.programs, "K": self.kernels // self.groups, "channels": self.kernels}
-        blocks = {"BR": min(triton.next_power_of_2(self.programs), 256), "BC": _CHANNELS}
-        rows = {"ROWS": self.rows, "RADIUS_ROW": self.radius_row}
+        sizes = {"programs": self.tiles.programs, "K": self.kernels // self.groups, "channels": self.kernels}
+        blocks = {"BR": min(triton.next_power_of_2(self.tiles.programs), 256), "BC": CHANNELS}
+        rows = {"ROWS": self.tiles.rows, "RADIUS_ROW": self.tiles.radius_row}
         places = {"radius": arguments["radius"], "sums": sums, "mean": arguments["mean"]}
         results = {"gradients": gradients, "grad_mean": grad_mean}
-        grid = (self.groups, self.mean_parts)
-        return Launcher(statistics.vector_gradients, grid, places | results | sizes | rows | self.radius | blocks)
+        grid = (self.groups, self.tiles.mean_parts)
+        return Launcher(statistics.vector_gradients, grid, places | results | sizes | rows | self.tiles.radius | blocks)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
@@ -345,11 +282,6 @@ class Plan:
 
 def _places(slots: tuple[str, ...]) -> dict[str, Place]:
     return {name: Place(i) for i, name in enumerate(slots)}
-
-
-def _slopes(choice: Choice, first: int) -> tuple[int, ...]:
-    """Return where the slopes of the learned parameters stand among a formula's results, the first of them there."""
-    return tuple(first + choice.formula.learnable.index(name) for name in choice.learned)
 
 
 _PLANS: dict[Any, Plan] = {}

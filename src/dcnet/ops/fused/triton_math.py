@@ -44,6 +44,11 @@ def exp(x):
 
 
 @triton.jit
+def erf(x):
+    return tl.erf(x)
+
+
+@triton.jit
 def log(x):
     return tl.log(x)
 

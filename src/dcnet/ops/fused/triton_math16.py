@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from dcnet.ops.fused.triton_math import abs, exp, log, maximum, minimum, power, sign, sqrt, step, where
+from dcnet.ops.fused.triton_math import erf as erf
 
 __all__ = [
     "abs",

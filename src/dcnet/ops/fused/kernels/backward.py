@@ -18,52 +18,14 @@ from dcnet.ops.fused.kernels.statistics import normalization_gradient
 
 @triton.jit
 def backward(
-    d_ptr,
-    n_ptr,
-    e_ptr,
-    e_energy,
-    out_ptr,
-    grad_d,
-    grad_residual,
-    radius,
-    bias,
-    learned,
-    slope,
-    factor,
-    gain,
-    mean,
-    norm,
-    grad_n,
-    norm_sums,
-    norm_gradients,
-    sums,
-    count,
-    batch,
-    groups,
-    K,
-    P,
-    H: tl.constexpr,
-    H_FIXED: tl.constexpr,
-    H_ROWS: tl.constexpr,
-    H_SLOPES: tl.constexpr,
-    G: tl.constexpr,
-    G_FIXED: tl.constexpr,
-    G_ROWS: tl.constexpr,
-    G_SLOPES: tl.constexpr,
-    RADIUS: tl.constexpr,
-    FLOOR: tl.constexpr,
-    BP: tl.constexpr,
-    BK: tl.constexpr,
-    BR: tl.constexpr,
-    EVEN: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    STAGES: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    REDUCE: tl.constexpr,
-    CENTERED: tl.constexpr,
-    SUMS: tl.constexpr,
+    d_ptr, n_ptr, e_ptr, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain, mean,
+    norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, K, P,
+    H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, H_SLOPES: tl.constexpr, G: tl.constexpr,
+    G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr,
+    BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    STAGES: tl.constexpr, ACTIVATION: tl.constexpr, REDUCE: tl.constexpr, CENTERED: tl.constexpr, SUMS: tl.constexpr,
     NORM_SUMS: tl.constexpr,
-):
+):  # fmt: skip
     """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient).
 
     With a norm BatchNorm follows; CENTERED: with this batch's statistics, which have a gradient. With e_energy ½·Σ of the
@@ -94,19 +56,9 @@ def backward(
         if not REDUCE:
             writes = tl.program_id(0) == 0
             constant, along = normalization_gradient(
-                norm_sums,
-                norm,
-                norm_gradients,
-                count,
-                tl.num_programs(0),
-                channels,
-                ch,
-                in_k,
-                writes,
-                NORM_SUMS,
-                BR,
+                norm_sums, norm, norm_gradients, count, tl.num_programs(0), channels, ch, in_k, writes, NORM_SUMS, BR,
                 BK,
-            )
+            )  # fmt: skip
     p = tl.arange(0, BP)
     total = zeros(SUMS, BP, BK)
     offsets = offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST)
@@ -148,6 +100,8 @@ def backward(
                         out = tl.maximum(z, 0.0)
                     if ACTIVATION == 2:
                         out = tl.where(on, z, z * vector(slope, ch, in_k, 0.0))
+                    if ACTIVATION == 3:
+                        out = A(z)[0]
                     out = out.to(d_ptr.dtype.element_ty).to(tl.float32)  # as it was stored
                 e += tl.load(e_energy + at_n, mask=in_p, other=0.0)[:, None] * out
             before = e
@@ -155,6 +109,8 @@ def backward(
                 e = tl.where(on, e, 0.0)
             if ACTIVATION == 2:
                 e = tl.where(on, e, e * vector(slope, ch, in_k, 0.0))
+            if ACTIVATION == 3:
+                e = e * A(z)[1]
             if REDUCE:
                 if grad_residual is not None:
                     tl.store(grad_residual + first + offsets, e.to(grad_residual.dtype.element_ty), mask=inside)

@@ -18,59 +18,14 @@ from dcnet.ops.fused.kernels.statistics import mean_norm, normalization
 
 @triton.jit
 def forward(
-    d_ptr,
-    n_ptr,
-    y_ptr,
-    energy_ptr,
-    residual_ptr,
-    radius,
-    bias,
-    learned,
-    slope,
-    gamma,
-    beta,
-    running_mean,
-    running_var,
-    norm_batches,
-    running_norm,
-    mean_batches,
-    factor,
-    gain,
-    mean,
-    norm,
-    sums,
-    norm_sums,
-    norm_momentum,
-    mean_momentum,
-    norm_eps,
-    count,
-    unbiased,
-    batch,
-    groups,
-    K,
-    P,
-    mean_parts,
-    H: tl.constexpr,
-    H_FIXED: tl.constexpr,
-    H_ROWS: tl.constexpr,
-    G: tl.constexpr,
-    G_FIXED: tl.constexpr,
-    G_ROWS: tl.constexpr,
-    RADIUS: tl.constexpr,
-    FLOOR: tl.constexpr,
-    BP: tl.constexpr,
-    BK: tl.constexpr,
-    BR: tl.constexpr,
-    EVEN: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    STAGES: tl.constexpr,
-    MEAN: tl.constexpr,
-    TRACK: tl.constexpr,
-    TALLY: tl.constexpr,
-    NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    STATISTICS: tl.constexpr,
-):
+    d_ptr, n_ptr, y_ptr, energy_ptr, residual_ptr, radius, bias, learned, slope, gamma, beta, running_mean,
+    running_var, norm_batches, running_norm, mean_batches, factor, gain, mean, norm, sums, norm_sums, norm_momentum,
+    mean_momentum, norm_eps, count, unbiased, batch, groups, K, P, mean_parts,
+    H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, G: tl.constexpr, G_FIXED: tl.constexpr,
+    G_ROWS: tl.constexpr, A: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr, MEAN: tl.constexpr,
+    TRACK: tl.constexpr, TALLY: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
     """y = factor·h·g + bias; then BatchNorm, residual and activation, each if asked for; or, with STATISTICS, only sums of y − center.
 
     MEAN, TRACK and TALLY as `mean_norm` has them, NORM (0 for none) as `normalization` has it. The center is BatchNorm's
@@ -87,20 +42,9 @@ def forward(
     ch = g * K + k
     writes = tl.program_id(0) == 0
     average = mean_norm(
-        mean,
-        norm_sums,
-        running_norm,
-        mean_batches,
-        count,
-        mean_momentum,
-        mean_parts,
-        g,
-        writes & (kernel_block == 0),
-        MEAN,
-        TRACK,
-        TALLY,
-        1024,
-    )
+        mean, norm_sums, running_norm, mean_batches, count, mean_momentum, mean_parts, g,
+        writes & (kernel_block == 0), MEAN, TRACK, TALLY, 1024,
+    )  # fmt: skip
     rho = patch_radius(radius, average, RADIUS, FLOOR, MEAN > 0, ch, in_k)
     t = vector(gain, ch, in_k, 1.0)
     s = vector(factor, ch, in_k, 1.0)
@@ -108,27 +52,9 @@ def forward(
     of_g = parameters(learned, G_FIXED, G_ROWS, channels, ch, in_k)
     if NORM > 0:
         scale, shift = normalization(
-            norm,
-            sums,
-            gamma,
-            beta,
-            running_mean,
-            running_var,
-            norm_batches,
-            count,
-            unbiased,
-            norm_momentum,
-            norm_eps,
-            tl.num_programs(0),
-            channels,
-            ch,
-            in_k,
-            writes,
-            writes & (tl.program_id(1) == 0),
-            NORM,
-            BR,
-            BK,
-        )
+            norm, sums, gamma, beta, running_mean, running_var, norm_batches, count, unbiased, norm_momentum,
+            norm_eps, tl.num_programs(0), channels, ch, in_k, writes, writes & (tl.program_id(1) == 0), NORM, BR, BK,
+        )  # fmt: skip
     p = tl.arange(0, BP)
     if STATISTICS:
         center = vector(running_mean, ch, in_k, 0.0) + tl.zeros((1, BK), tl.float32)
@@ -165,6 +91,8 @@ def forward(
                 y = tl.maximum(y, 0.0)
             if ACTIVATION == 2:
                 y = tl.where(y > 0.0, y, y * vector(slope, ch, in_k, 0.0))
+            if ACTIVATION == 3:
+                y = A(y)[0]
             result = y.to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + first + offsets, result, mask=inside)
             if energy_ptr is not None:  # of what is stored

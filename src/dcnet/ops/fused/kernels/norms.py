@@ -70,35 +70,10 @@ def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr
 
 @triton.jit
 def box(
-    n_ptr,
-    q_ptr,
-    sums_ptr,
-    eps,
-    maps,
-    rows,
-    groups,
-    total,
-    ID,
-    IH,
-    IW,
-    OD,
-    OH,
-    OW,
-    SD,
-    SH,
-    SW,
-    PD,
-    PH,
-    PW,
-    DD,
-    DH,
+    n_ptr, q_ptr, sums_ptr, eps, maps, rows, groups, total, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH,
     DW,
-    KD: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    LONG: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """n = sqrt(2·Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
 
     q is the sum of `maps` maps of `rows` elements each. `total` is batch·positions;
@@ -135,38 +110,11 @@ def box(
 
 @triton.jit
 def box_backward(
-    n_ptr,
-    e_ptr,
-    e_mean,
-    t_ptr,
-    share,
-    groups,
-    total,
-    rows,
-    ID,
-    IH,
-    IW,
-    OD,
-    OH,
-    OW,
-    SD,
-    SH,
-    SW,
-    PD,
-    PH,
-    PW,
-    DD,
-    DH,
+    n_ptr, e_ptr, e_mean, t_ptr, share, groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH,
     DW,
-    KD: tl.constexpr,
-    KH: tl.constexpr,
-    KW: tl.constexpr,
-    LONG: tl.constexpr,
-    MAPS: tl.constexpr,
-    MEANS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, MAPS: tl.constexpr, MEANS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """t = Σ over the windows that hold a position of e/n: the gradient in ½·Σ x², and x·t that in x.
 
     e is the sum of MAPS maps of `rows` elements each, plus every norm's `share` of the gradient of E{‖x‖}, itself a sum

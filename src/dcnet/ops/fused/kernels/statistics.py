@@ -34,20 +34,9 @@ def move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at,
 
 @triton.jit
 def mean_norm(
-    mean,
-    norm_sums,
-    running_norm,
-    batches,
-    count,
-    momentum,
-    parts,
-    g,
-    writes,
-    MEAN: tl.constexpr,
-    TRACK: tl.constexpr,
-    TALLY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    mean, norm_sums, running_norm, batches, count, momentum, parts, g, writes,
+    MEAN: tl.constexpr, TRACK: tl.constexpr, TALLY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """E{‖x‖} of a group. MEAN: 0 for none, 1 where it has been computed, 2 for a sum of `parts` numbers, the rows of `norm_sums`.
 
     The one program of a group that `writes` stores it, and tracks it. TALLY counts the batch, which only a single program can do.
@@ -70,32 +59,16 @@ def mean_norm(
 
 @triton.jit
 def normalization(
-    norm,
-    sums,
-    gamma,
-    beta,
-    running_mean,
-    running_var,
-    batches,
-    count,
-    unbiased,
-    momentum,
-    eps,
-    programs,
-    channels,
-    ch,
-    inside,
-    writes,
-    first_program,
-    NORM: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-):
+    norm, sums, gamma, beta, running_mean, running_var, batches, count, unbiased, momentum, eps, programs, channels,
+    ch, inside, writes, first_program,
+    NORM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """scale and shift of a block of channels, each (1, channels), so that γ·ŷ + β = scale·y + shift.
 
-    NORM: 1 with BatchNorm's running averages, 2 with sums of y − center and its square over this batch. One program for each channel
-    `writes` norm: mean, variance, rstd, scale and shift; where there are `batches` it moves the running averages, and the first of all counts the batch.
-    norm's last row is the center: what the running mean was before it moved.
+    NORM: 1 with BatchNorm's running averages, 2 with sums of y − center and its square over this batch. The one program
+    of a channel that `writes` stores norm: mean, variance, rstd, scale and shift. Where there are `batches` it also moves
+    the running averages, and the first program of all counts the batch. norm's last row is the center: what the running
+    mean was before it moved.
     """
     at = ch[None, :]
     ok = inside[None, :]
@@ -125,19 +98,9 @@ def normalization(
 
 @triton.jit
 def normalization_gradient(
-    sums,
-    norm,
-    gradients,
-    count,
-    programs,
-    channels,
-    ch,
-    inside,
-    writes,
-    ROWS: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-):
+    sums, norm, gradients, count, programs, channels, ch, inside, writes,
+    ROWS: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """constant and slope of the line in y that BatchNorm's gradient takes off; the one program that `writes` stores the gradients of β, γ
     and the activation's slope, (ROWS, channels)."""
     at = ch[None, :]
@@ -159,21 +122,10 @@ def normalization_gradient(
 
 @triton.jit
 def vector_gradients(
-    radius,
-    sums,
-    mean,
-    gradients,
-    grad_mean,
-    programs,
-    K,
-    channels,
-    ROWS: tl.constexpr,
-    RADIUS_ROW: tl.constexpr,
-    RADIUS: tl.constexpr,
-    FLOOR: tl.constexpr,
-    BR: tl.constexpr,
+    radius, sums, mean, gradients, grad_mean, programs, K, channels,
+    ROWS: tl.constexpr, RADIUS_ROW: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     """gradients (ROWS, channels) of the per-kernel vectors, and grad_mean (groups, programs) of E{‖x‖}, to be added up.
 
     The radius' sums are of ρ·E{‖x‖}: here they become the gradients of E and of ρ, or of what is learned, ρ = raw² + FLOOR.

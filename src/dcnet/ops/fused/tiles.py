@@ -1,0 +1,86 @@
+"""How the epilogue's kernels go over an output: tiles, programs, the arguments they have in common, scratch memory."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dcnet.formulas import Choice
+from dcnet.ops.activations import ACTIVATIONS, FUNCTIONS
+from dcnet.ops.fused import formulas
+from dcnet.ops.fused.layout import Regions, View, cdiv
+from dcnet.ops.fused.norm_plan import NormPlan
+from dcnet.ops.fused.operands import Options
+from dcnet.ops.inputs import RADIUS_FLOOR
+
+PROGRAMS = 3  # on each multiprocessor
+STAGES = 3  # tiles a program loads ahead
+TILE = 2048  # elements of a tile
+_SUMMED = 8192  # numbers of other programs added up at once
+CHANNELS = 16  # of a program of `vector_gradients`
+
+
+def mean_parts(kernels: int) -> int:
+    """Return in how many parts the gradient of E{‖x‖} comes, by the number of kernels of a group."""
+    return cdiv(kernels, CHANNELS)
+
+
+class Tiles:
+    """The division of an output in the order of `dot`, for operands that are there or not."""
+
+    def __init__(self, dot: Tensor, has: dict[str, bool], norms: NormPlan, o: Options) -> None:
+        operator, kernels = o.operator, dot.shape[1]
+        view = View(dot.shape, dot.stride(), o.groups)
+        bp, bk = view.blocks(TILE)
+        self.kernel_blocks = cdiv(view.kernels, bk)
+        self.count = view.batch * view.positions
+        columns = o.groups * self.kernel_blocks
+        # Programs share the tiles: enough of them to fill the device, few enough to add up what they leave.
+        cuda = dot.device.type == "cuda"
+        wanted = PROGRAMS * torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 2
+        self.programs = max(1, min(view.batch * cdiv(view.positions, bp), cdiv(wanted, columns)))
+        self.grid = (self.programs, columns)
+
+        h, g = operator.magnitude, operator.angular
+        alpha_one = dict(operator.alpha_one) if operator.weighting == "separate" else {}
+        half = dot.dtype != torch.float32
+        self.radius = {"RADIUS": o.radius_kind if h.formula.has_radius else 0, "FLOOR": RADIUS_FLOOR}
+        self.common: dict[str, Any] = {
+            "batch": view.batch,
+            "groups": o.groups,
+            "K": view.kernels,
+            "P": view.positions,
+            "count": float(self.count),
+            **formulas.arguments("H", h, half, alpha_one, 0),
+            **formulas.arguments("G", g, half, {}, len(h.learned)),
+            "A": formulas.jit(FUNCTIONS[name], half) if (name := ACTIVATIONS[o.activation]) in FUNCTIONS else None,
+            **self.radius,
+            "BP": bp,
+            "BK": bk,
+            "BR": max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk)),
+            "EVEN": view.positions % bp == 0 and view.kernels % bk == 0,
+            "CHANNELS_LAST": view.channels_last,
+            "STAGES": STAGES,
+        }
+        self.slopes = {"H_SLOPES": _slopes(h, 2 + h.formula.has_radius), "G_SLOPES": _slopes(g, 2)}
+        rows = [bool(operator.weighting), has["radius"], has["bias"], *[True] * len(operator.learned)]
+        self.rows = sum(rows)
+        self.radius_row = sum(rows[:1]) if has["radius"] else -1
+        self.mean_parts = mean_parts(view.kernels)
+        # Forward's scratch: ½·Σ x² over channels, sums of norms, BatchNorm's sums
+        of_norm = 2 * self.programs * kernels
+        self.scratch = Regions(energies=norms.rows, norm_sums=o.groups * norms.programs, sums=of_norm)
+        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, what multiplies x
+        self.back_scratch = Regions(
+            reduced=3 * self.programs * kernels,
+            sums=self.programs * self.rows * kernels,
+            mean=o.groups * self.mean_parts,
+            norms=self.kernel_blocks * view.batch * o.groups * view.positions,
+            products=norms.rows,
+        )
+
+
+def _slopes(choice: Choice, first: int) -> tuple[int, ...]:
+    """Return where the slopes of the learned parameters stand among a formula's results, the first of them there."""
+    return tuple(first + choice.formula.learnable.index(name) for name in choice.learned)
