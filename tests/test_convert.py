@@ -182,8 +182,8 @@ def test_all_or_nothing(monkeypatch):
     before, keys = model(x), model.state_dict().keys()
     start, calls = dcnet.layers.Decoupled._init_decoupling, []
 
-    def failing(self, **options):
-        start(self, **options)
+    def failing(self, options):
+        start(self, options)
         calls.append(self)
         if len(calls) == 3:
             raise MemoryError("no memory for the third")

@@ -24,7 +24,7 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
 
     Several cases take turns, so that a slow moment of the machine hits them all. On a GPU they come one by one, for the memory's sake.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from dcnet.layers.conv import (
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
 from dcnet.layers.decoupled import Decoupled, LayerOptions, decoupled_layers, plain_state_dict
+from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.optimization import (
     WeightProjection,
@@ -35,6 +36,7 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "FuseReport",
     "HandsOn",
     "LayerOptions",
     "LazyDecoupledConv1d",
@@ -46,6 +48,7 @@ __all__ = [
     "decouple_",
     "decoupled_layers",
     "from_pretrained",
+    "fuse_",
     "hand_on",
     "orthogonal_penalty",
     "orthonormal_penalty",
@@ -56,5 +59,6 @@ __all__ = [
     "recalibrate_",
     "restore_conversion_",
     "sync_norms_",
+    "unfuse_",
     "weight_gradients_",
 ]

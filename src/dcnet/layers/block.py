@@ -6,10 +6,9 @@ from torch.fx import Proxy
 
 from dcnet.layers.chain import HandsOn
 from dcnet.layers.decoupled import Decoupled
-from dcnet.ops import ACTIVATIONS, ONLY_RELU, PostOps, activate
-from dcnet.util.compat import BatchNorm, changed_by_fsdp, hooked
-
-_FUSED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not their subclasses, which compute something else
+from dcnet.layers.post_ops import FUSED_NORMS, post_ops_of
+from dcnet.ops import ACTIVATIONS, ONLY_RELU, activate
+from dcnet.util.compat import changed_by_fsdp, hooked
 
 
 class Block(HandsOn):
@@ -39,8 +38,8 @@ class Block(HandsOn):
         # running averages would move in a copy
         if isinstance(x, Proxy) or not isinstance(conv, Decoupled) or changed_by_fsdp(conv):
             return self._one_by_one(x, residual), None
-        if type(norm) in _FUSED_NORMS:
-            post_ops = self._post_ops(norm, residual)
+        if type(norm) in FUSED_NORMS:
+            post_ops = post_ops_of(norm, residual, self.activation, self.slope)
         elif norm is None and residual is None and self.activation == "relu":
             post_ops = ONLY_RELU
         else:
@@ -57,25 +56,3 @@ class Block(HandsOn):
         if residual is not None:
             y = y + residual
         return activate(y, self.activation, self.slope)
-
-    def _post_ops(self, norm: nn.Module | None, residual: Tensor | None) -> PostOps:
-        assert isinstance(norm, BatchNorm)
-        training, momentum = norm.training, 0.0 if norm.momentum is None else norm.momentum
-        tracks = not training or norm.track_running_stats
-        running_mean, running_var = (norm.running_mean, norm.running_var) if tracks else (None, None)
-        batches = norm.num_batches_tracked if training and tracks else None
-        if batches is not None and norm.momentum is None:
-            momentum = 1.0 / (float(batches) + 1.0)  # cumulative; nn.BatchNorm2d too waits for the device here
-        return PostOps(
-            norm.weight,
-            norm.bias,
-            running_mean,
-            running_var,
-            training=training or running_mean is None,
-            momentum=momentum,
-            eps=norm.eps,
-            batches=batches,
-            residual=residual,
-            activation=self.activation,
-            slope=self.slope if self.activation == "prelu" else None,
-        )

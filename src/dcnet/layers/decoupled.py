@@ -98,6 +98,7 @@ class Decoupled(nn.Module):
     # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
     constrained = True
     weighted_gradient: Any = None  # what `weight_gradients_` puts here
+    fusion: Any = None  # what `fuse_` puts here: the BatchNorm and activation whose work this layer does
 
     def _init_decoupling(self, options: LayerOptions) -> None:
         """Add what decoupling needs to a constructed plain layer; raise before anything is changed."""
@@ -168,7 +169,11 @@ class Decoupled(nn.Module):
 
     def forward(self, input: Tensor, post_ops: PostOps | None = None) -> Tensor:
         """Return the decoupled map of the input, in the shape and dtype the plain layer gives; `post_ops` is for `Block`."""
-        return self._as_leaf(input) if isinstance(input, Proxy) else self.decouple(input, post_ops)[0]
+        if isinstance(input, Proxy):
+            return self._as_leaf(input)
+        if self.fusion is not None and post_ops is None:
+            return self.fusion.forward(self, input)
+        return self.decouple(input, post_ops)[0]
 
     def decouple(
         self, x: Tensor, post_ops: PostOps | None, energy: Tensor | None = None, leave_energy: bool = False

@@ -1,0 +1,290 @@
+"""Find decoupled convolutions with a BatchNorm and an activation behind them, in any model, and fuse them in place."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dcnet.layers.block import Block
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.fusion import (
+    IDEMPOTENT,
+    Following,
+    Fusion,
+    Place,
+    activation_of,
+    fused_class,
+    is_timm_norm,
+    plain_class,
+)
+from dcnet.layers.post_ops import FUSED_NORMS
+
+
+@dataclass
+class FuseReport:
+    """What `fuse_` did: `fused` names the modules whose work each convolution does now, `left` says why others do not."""
+
+    fused: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.fused)} fused, {len(self.left)} left"]
+        lines += [f"  {name}: with {', '.join(others)}" for name, others in self.fused.items()]
+        return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.left.items()])
+
+
+def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
+    """Let decoupled convolutions do the work of the BatchNorm and the activation behind them, in place.
+
+    model: any module, such as a converted one of timm or torchvision. example_input: a tensor, or a tuple of arguments, to
+    run the model on once; without one the model is traced by torch.fx, which not every model allows.
+
+    Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its result
+    through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish, LeakyReLU and
+    PReLU, where nothing else reads what lies between. Results are the same, in fewer passes over memory. A module that is
+    replaced or hooked later computes for itself again. `unfuse_` takes it back.
+
+    >>> import dcnet
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> report = dcnet.decouple_(net, "tanh", fuse=False)
+    >>> print(dcnet.fuse_(net))
+    1 fused, 0 left
+      0: with 1, 2
+    """
+    report = FuseReport()
+    names = {name: layer for name, layer in decoupled_layers(model).items() if layer.fusion is None}
+    places, counts = _places(model)
+    inside = {name + ".conv" * bool(name) for name, module in model.named_modules() if isinstance(module, Block)}
+    inside |= {"conv"} if isinstance(model, Block) else set()
+    wanted = {name: layer for name, layer in names.items() if name not in inside}
+    report.left |= {name: "part of a Block already" for name in names if name in inside}
+    if not wanted:
+        return report
+    try:
+        chains = _by_running(model, example_input) if example_input is not None else _by_tracing(model)
+    except Exception as error:
+        if example_input is not None:
+            raise
+        why = f"torch.fx cannot trace this model ({type(error).__name__}); give an example_input"
+        report.left |= dict.fromkeys(wanted, why)
+        return report
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in wanted:
+        norm, activation, reason = _checked(chains.get(name, []), modules, counts)
+        if norm is None or name not in places:
+            report.left[name] = reason if name in places else "the model itself"
+            continue
+        fusion = Fusion(name, places[name], places[norm], None if activation is None else places[activation])
+        _follow(modules[norm], fusion)
+        if activation is not None:
+            _follow(modules[activation], fusion)
+        wanted[name].fusion = fusion
+        report.fused[name] = [norm] if activation is None else [norm, activation]
+        if reason:
+            report.fused[name][-1] += f" ({reason})"
+    return report
+
+
+def unfuse_(model: nn.Module) -> nn.Module:
+    """Let every module compute for itself again, in place; return the model."""
+    for module in model.modules():
+        if isinstance(module, Decoupled):
+            module.fusion = None
+        elif isinstance(module, Following):
+            assert isinstance(module, nn.Module)
+            del module.fusions
+            module.__class__ = plain_class(module)
+    return model
+
+
+def _follow(module: nn.Module, fusion: Fusion) -> None:
+    if isinstance(module, Following):
+        module.fusions.append(fusion)
+        return
+    kind = fused_class(module)
+    assert kind is not None
+    module.__class__ = kind
+    module.fusions = [fusion]  # type: ignore[assignment]
+
+
+def _places(model: nn.Module) -> tuple[dict[str, Place], Counter[nn.Module]]:
+    """Return where each module is registered by its full name, and in how many places each module is."""
+    places, counts = {}, Counter[nn.Module]()
+    for path, parent in model.named_modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                places[f"{path}." * bool(path) + name] = Place(parent, name)
+                counts[child] += 1
+    return places, counts
+
+
+# The modules that a convolution's result goes through one after the other, each the only reader; the last entry may be a
+# reason why the chain ends.
+Chains = dict[str, list[str]]
+_END = "!"
+
+
+def _checked(
+    chain: list[str], modules: dict[str, nn.Module], counts: Counter[nn.Module]
+) -> tuple[str | None, str | None, str]:
+    """Return the BatchNorm and the activation of a chain that can be fused, and why not more."""
+    followers = [name for name in chain if not name.startswith(_END) and type(modules[name]) is not nn.Identity]
+    end = next((name[1:] for name in chain if name.startswith(_END)), "")
+    if not followers:
+        return None, None, end or "nothing follows"
+    norm = modules[followers[0]]
+    if type(norm) not in FUSED_NORMS and not is_timm_norm(norm):
+        return None, None, f"followed by {type(norm).__name__}, not by a BatchNorm"
+    if counts[norm] > 1:
+        return None, None, f"its {type(norm).__name__} stands in several places"
+    if is_timm_norm(norm):
+        if activation_of(norm._modules.get("act")) is None or type(norm._modules.get("drop")) is not nn.Identity:
+            return None, None, "the activation inside its BatchNormAct2d cannot be fused"
+        return followers[0], None, ""
+    if len(followers) == 1:
+        return followers[0], None, ""
+    activation = modules[followers[1]]
+    found = activation_of(activation)
+    if found is None or (fused_class(activation) is None and not isinstance(activation, Following)):
+        return followers[0], None, f"not with {type(activation).__name__}"
+    # a module that stands in several places can only be handed through where applying it twice changes nothing
+    if found[0] not in IDEMPOTENT and counts[activation] > 1:
+        return followers[0], None, f"not with {type(activation).__name__}, which is shared"
+    return followers[0], followers[1], ""
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        known = isinstance(m, Decoupled | Following) or is_timm_norm(m)
+        return known or super().is_leaf_module(m, module_qualified_name)
+
+
+def _by_tracing(model: nn.Module) -> Chains:
+    graph = _Tracer().trace(model)
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chains: Chains = {}
+    for node in graph.nodes:
+        if node.op != "call_module" or not isinstance(modules[node.target], Decoupled):
+            continue
+        if calls[node.target] > 1:
+            chains[node.target] = [f"{_END}called {calls[node.target]} times"]
+            continue
+        chain, current = [], node
+        while True:
+            users = list(current.users)
+            if len(users) != 1 or users[0].op != "call_module" or len(users[0].all_input_nodes) != 1:
+                chain.append(_end([user.target if user.op == "call_module" else user.name for user in users]))
+                break
+            current = users[0]
+            if calls[current.target] > 1 and not _may_be_shared(modules[current.target]):
+                chain.append(f"{_END}{current.target} is called {calls[current.target]} times")
+                break
+            chain.append(current.target)
+            if len(chain) > 4:
+                break
+        chains[node.target] = chain
+    return chains
+
+
+def _may_be_shared(module: nn.Module) -> bool:
+    found = activation_of(module)
+    return found is not None and found[0] in (None, *IDEMPOTENT)
+
+
+def _end(readers: list[str]) -> str:
+    """Return the end of a chain: who reads its result."""
+    few = ", ".join(readers[:3]) + (f" and {len(readers) - 3} more" if len(readers) > 3 else "")
+    return f"{_END}its result is read by {few or 'the caller'}"
+
+
+class _Readers(TorchFunctionMode):
+    """Notes which modules read the tensors that are watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_work: list[str] = []
+        self.watched: dict[int, tuple[Tensor, list[str]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(
+            isinstance(value, Tensor) for value in pytree.tree_leaves(result)
+        ):  # else it asked for a shape, or the like
+            for value in pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and id(value) in self.watched:
+                    self.watched[id(value)][1].append(self.at_work[-1] if self.at_work else "")
+        return result
+
+
+def _by_running(model: nn.Module, example_input: Any) -> Chains:
+    """Run the model once, in evaluation, and see what becomes of every convolution's result."""
+    readers, names = _Readers(), {module: name for name, module in model.named_modules()}
+    calls: Counter[str] = Counter()
+    taken: dict[
+        int, tuple[str, Any]
+    ] = {}  # by id of a tensor: the leaf that took it as its only input, and what came out
+    made: dict[str, Tensor] = {}
+
+    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        name = names.get(module, "")
+        readers.at_work.append(name)
+        calls[name] += 1
+
+    def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        name = readers.at_work.pop()
+        if isinstance(output, Tensor):
+            readers.watched.setdefault(id(output), (output, []))
+            made[name] = output
+            leaf = not list(module.children()) or is_timm_norm(module)
+            if leaf and len(inputs) == 1 and isinstance(inputs[0], Tensor) and type(module) is not nn.Identity:
+                taken.setdefault(id(inputs[0]), (name, output))
+
+    training = {module: module.training for module in model.modules()}
+    handles = [
+        handle
+        for module in model.modules()
+        for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    ]
+    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
+    try:
+        model.eval()
+        with torch.no_grad(), readers:
+            outputs = model(*arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode
+    returned = {id(value) for value in pytree.tree_leaves(outputs)}
+    modules = dict(model.named_modules())
+    chains: Chains = {}
+    for name in decoupled_layers(model):
+        if calls[name] != 1:
+            chains[name] = [f"{_END}called {calls[name]} times"]
+            continue
+        chain: list[str] = []
+        current = made[name]
+        while len(chain) < 3:
+            follower, output = taken.get(id(current), ("", None))
+            reads = readers.watched[id(current)][1]
+            inside = [reader for reader in reads if reader == follower or reader.startswith(f"{follower}.")]
+            # an activation in place returns the same tensor: what is read after it is its result
+            before = reads[: reads.index(inside[0])] if inside and output is current else reads
+            others = {reader for reader in before if reader not in inside}
+            if not follower or others or (id(current) in returned and output is not current):
+                chain.append(_end(sorted(others)))
+                break
+            if calls[follower] > 1 and not _may_be_shared(modules[follower]):
+                chain.append(f"{_END}{follower} is called {calls[follower]} times")
+                break
+            chain.append(follower)
+            if output is current:
+                break
+            current = output
+        chains[name] = chain
+    return chains

@@ -1,0 +1,213 @@
+"""A decoupled convolution that does the work of the BatchNorm and the activation behind it, in a model we did not write.
+
+All modules stay where they are, with their parameters and state-dict keys. The convolution applies what follows it in its
+own pass, and the modules behind it hand its result through. Before every call the convolution looks whether that still
+holds: modules that were replaced or hooked since then compute for themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from dcnet.layers.post_ops import post_ops_of
+from dcnet.ops import PostOps
+from dcnet.util.compat import hooked
+
+# What computes the same when it is applied twice: one module may then stand behind several convolutions
+IDEMPOTENT = ("relu", "relu6")
+
+
+def activation_of(module: nn.Module | None) -> tuple[str | None, Any] | None:
+    """Return a module's activation by name and its slope (a number, a tensor or None); None if it cannot be fused."""
+    if module is None:
+        return None, None
+    kind = plain_class(module) if isinstance(module, Following) else type(module)
+    if kind is nn.Identity:
+        return None, None
+    if kind in _ACTIVATIONS:
+        return _ACTIVATIONS[kind], None
+    if kind is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh", None
+    if kind is nn.LeakyReLU:
+        return "prelu", module.negative_slope
+    return ("prelu", module.weight) if kind is nn.PReLU else None
+
+
+_ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a module is registered, so that a replacement can be seen."""
+
+    parent: nn.Module
+    name: str
+
+    def holds(self, module: nn.Module) -> bool:
+        """Tell whether this module is still there."""
+        return self.parent._modules.get(self.name) is module
+
+    @property
+    def module(self) -> nn.Module:
+        module = self.parent._modules[self.name]
+        assert module is not None
+        return module
+
+
+@dataclass(eq=False)
+class Fusion:
+    """What a convolution does for the modules behind it, and whether it has just done so."""
+
+    name: str  # of the convolution
+    conv: Place
+    norm: Place
+    activation: Place | None = None
+    norm_waits: bool = False  # whether the norm is to hand the next input through
+    activation_waits: bool = False
+    result: "ReferenceType[Tensor] | None" = None  # what the convolution has returned
+
+    def forward(self, conv: Any, x: Tensor) -> Tensor:
+        """Return the convolution of x, finished if the modules behind it will hand it through."""
+        fused = self._holds(conv)
+        y = conv.decouple(x, self._post_ops() if fused else None)[0]
+        self.norm_waits, self.activation_waits = fused, fused and self.activation is not None
+        if not torch.compiler.is_compiling():
+            self.result = ref(y) if fused else None
+        return y
+
+    def _holds(self, conv: nn.Module) -> bool:
+        """Tell whether the modules are those that were fused, without hooks that want to see what lies between them."""
+        # a replica of nn.DataParallel shares this object with the others, each on a device of its own
+        if not self.conv.holds(conv) or hooked(conv) or getattr(conv, "_is_replica", False):
+            return False
+        for place in (self.norm,) if self.activation is None else (self.norm, self.activation):
+            module = place.parent._modules.get(place.name)
+            if not isinstance(module, Following) or self not in module.fusions:
+                return False
+            if any(hooked(inner) for inner in (module, *module._modules.values()) if inner is not None):
+                return False
+        return True
+
+    def _post_ops(self) -> PostOps:
+        norm = self.norm.module
+        inside = norm._modules.get("act")  # timm's BatchNormAct2d
+        found = activation_of(inside if self.activation is None else self.activation.module)
+        assert found is not None
+        name, slope = found
+        if isinstance(slope, float):
+            slope = norm.running_mean.new_full((1,), slope)  # type: ignore[operator]
+        return post_ops_of(norm, None, name, slope)
+
+    def hands_norm_through(self, x: Tensor) -> bool:
+        """Tell whether the norm has nothing to do for x; raise if x is not what the convolution returned."""
+        waits, self.norm_waits = self.norm_waits, False
+        if waits and not torch.compiler.is_compiling() and not self._is_result(x):
+            raise RuntimeError(
+                f"{self.name} has applied the BatchNorm behind it, but its result was changed before it got there; "
+                "dcnet.unfuse_(model) takes the fusion back"
+            )
+        return waits
+
+    def hands_activation_through(self, x: Tensor, shared: bool) -> bool:
+        """Tell whether the activation has nothing to do for x."""
+        waits, self.activation_waits = self.activation_waits, False
+        if torch.compiler.is_compiling():
+            return waits and not shared
+        return self._is_result(x)
+
+    def _is_result(self, x: Tensor) -> bool:
+        return self.result is not None and self.result() is x
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"result": None, "norm_waits": False, "activation_waits": False}
+
+
+class Following:
+    """Goes before a norm or an activation among the bases: hands through what a convolution has done already."""
+
+    fusions: list[Fusion]
+
+    def forward(self, input: Tensor) -> Any:
+        if isinstance(input, Proxy):  # a leaf, like the layers of torch.nn
+            name = input.tracer.path_of_module(self)
+            return input.tracer.create_proxy("call_module", name, (input,), {})
+        if isinstance(self, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            done = self.fusions[0].hands_norm_through(input)
+        else:
+            shared = len(self.fusions) > 1
+            done = any(fusion.hands_activation_through(input, shared) for fusion in self.fusions)
+        return input if done else super().forward(input)  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()  # type: ignore[misc]
+        names = ", ".join(fusion.name for fusion in self.fusions)
+        return ", ".join(filter(None, (text, f"fused into {names}")))
+
+
+class FusedBatchNorm1d(Following, nn.BatchNorm1d): ...
+
+
+class FusedBatchNorm2d(Following, nn.BatchNorm2d): ...
+
+
+class FusedBatchNorm3d(Following, nn.BatchNorm3d): ...
+
+
+class FusedReLU(Following, nn.ReLU): ...
+
+
+class FusedReLU6(Following, nn.ReLU6): ...
+
+
+class FusedSiLU(Following, nn.SiLU): ...
+
+
+class FusedHardswish(Following, nn.Hardswish): ...
+
+
+class FusedGELU(Following, nn.GELU): ...
+
+
+class FusedLeakyReLU(Following, nn.LeakyReLU): ...
+
+
+class FusedPReLU(Following, nn.PReLU): ...
+
+
+_FUSED: dict[type, type] = {
+    cls.__mro__[2]: cls
+    for cls in (
+        *(FusedBatchNorm1d, FusedBatchNorm2d, FusedBatchNorm3d, FusedReLU, FusedReLU6, FusedSiLU, FusedHardswish),
+        *(FusedGELU, FusedLeakyReLU, FusedPReLU),
+    )
+}
+
+
+def is_timm_norm(module: nn.Module) -> bool:
+    """Tell whether a module is timm's BatchNorm with an activation inside."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
+
+
+def fused_class(module: nn.Module) -> type | None:
+    """Return the class that hands through for a module of this class; None if there is none."""
+    if is_timm_norm(module):
+        return _FUSED.setdefault(type(module), type("FusedBatchNormAct2d", (Following, type(module)), {}))
+    return _FUSED.get(type(module))
+
+
+def __getattr__(name: str) -> Any:  # for pickle: the class is made from timm's where that is installed
+    if name == "FusedBatchNormAct2d":
+        from timm.layers.norm_act import BatchNormAct2d
+
+        return _FUSED.setdefault(BatchNormAct2d, type(name, (Following, BatchNormAct2d), {"__module__": __name__}))
+    raise AttributeError(name)
+
+
+def plain_class(module: nn.Module) -> type:
+    """Return the class that a fused module had before."""
+    return next(kind for kind, fused in _FUSED.items() if type(module) is fused)

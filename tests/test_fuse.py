@@ -1,0 +1,225 @@
+"""`fuse_`: BatchNorm and activation in a convolution's pass, in models we did not write; the same results, keys and hooks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import dcnet
+from dcnet.layers import fuse_, unfuse_
+from dcnet.layers.fusion import Following
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Residual(nn.Module):
+    """A block as torchvision writes it: one ReLU in place, called twice, and an addition."""
+
+    def __init__(self, activation=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv1, self.bn1 = nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.relu = activation or nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x
+        return self.relu(y)
+
+
+def converted(model, fuse=True, example=True, magnitude="tanh"):
+    torch.manual_seed(0)
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.weight, 1.0, 0.2)
+            nn.init.normal_(module.bias, 0.0, 0.2)
+    dcnet.decouple_(model, magnitude)
+    unfuse_(model)
+    if fuse:
+        fuse_(model, torch.randn(2, 6, 8, 8) if example else None)
+    return model
+
+
+def results(model, training=True):
+    model.train(training)
+    x = torch.randn(2, 6, 8, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()], *[b.clone() for b in model.buffers()]]
+
+
+def assert_same(model, reference):
+    for training in (True, False):
+        for a, b in zip(results(model, training), results(reference, training), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+ACTIVATIONS = [
+    nn.ReLU(),
+    nn.ReLU6(),
+    nn.SiLU(),
+    nn.GELU(),
+    nn.GELU("tanh"),
+    nn.Hardswish(),
+    nn.LeakyReLU(0.2),
+    nn.PReLU(8),
+]
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["run", "traced"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
+def test_sequential(activation, example):
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Identity(), copy.deepcopy(activation), nn.Flatten())
+    net, reference = converted(model, example=example), converted(model, fuse=False)
+    assert isinstance(net[1], Following)
+    assert isinstance(net[3], Following)
+    assert list(net.state_dict()) == list(reference.state_dict())
+    assert_same(net, reference)
+    assert "fused into 0" in repr(net[1])
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["run", "traced"])
+def test_a_shared_activation(example):
+    net, reference = converted(Residual(), example=example), converted(Residual(), fuse=False)
+    assert net.conv1.fusion.activation is not None
+    assert net.conv2.fusion.activation is None  # an addition comes first
+    assert_same(net, reference)
+    # SiLU applied twice is another function: only BatchNorm is fused
+    net = converted(Residual(nn.SiLU()), example=example)
+    assert net.conv1.fusion.activation is None
+    assert_same(net, converted(Residual(nn.SiLU()), fuse=False))
+
+
+def test_what_lies_between_is_read():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.act = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.act(self.bn(y)) + y
+
+    for example in (torch.randn(2, 6, 8, 8), None):
+        net = Reads()
+        dcnet.decouple_(net)
+        unfuse_(net)
+        report = fuse_(net, example)
+        assert report.fused == {}
+        assert "its result is read by" in report.left["conv"]
+
+
+def test_other_followers_are_left():
+    net = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Tanh())
+    dcnet.decouple_(net)
+    unfuse_(net)
+    report = fuse_(net)
+    assert report.left == {"0": "followed by ReLU, not by a BatchNorm"}
+    assert report.fused == {"2": ["3 (not with Tanh)"]}
+    assert str(report).splitlines()[0] == "1 fused, 1 left"
+
+
+def test_a_model_that_cannot_be_traced():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+
+        def forward(self, x):
+            return self.bn(self.conv(x if x.sum() > 0 else -x))
+
+    net = Looks()
+    dcnet.decouple_(net)
+    unfuse_(net)
+    assert "give an example_input" in fuse_(net).left["conv"]
+    assert fuse_(net, torch.randn(2, 6, 8, 8)).fused == {"conv": ["bn"]}
+
+
+def test_hooks_see_what_they_would():
+    net, reference = converted(Residual()).eval(), converted(Residual(), fuse=False).eval()
+    x = torch.randn(2, 6, 8, 8)
+    for name in ("conv1", "bn1", "relu"):
+        seen = []
+        handles = [
+            getattr(model, name).register_forward_hook(lambda _, i, o, s=seen: s.append((i[0].clone(), o.clone())))
+            for model in (net, reference)
+        ]
+        torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+        for handle in handles:
+            handle.remove()
+        half = len(seen) // 2
+        for (i, o), (j, p) in zip(seen[:half], seen[half:], strict=True):
+            torch.testing.assert_close(i, j, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(o, p, rtol=1e-5, atol=1e-6)
+    handle = register_module_forward_hook(lambda *_: None)
+    torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+    handle.remove()
+
+
+def test_surgery_afterwards():
+    """A replaced norm computes for itself; a wrapped convolution is not fused; a changed result is an error."""
+    x = torch.randn(2, 6, 8, 8)
+    net, reference = converted(Residual()).eval(), converted(Residual(), fuse=False).eval()
+    for model in (net, reference):
+        model.bn1 = nn.InstanceNorm2d(8)
+    torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+
+    class Twice(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return 2.0 * self.inner(x)
+
+    net, reference = converted(Residual()).eval(), converted(Residual(), fuse=False).eval()
+    for model in (net, reference):
+        model.conv1 = Twice(model.conv1)
+    torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+
+    net = converted(nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))).eval()
+    with pytest.raises(RuntimeError, match=r"0 has applied the BatchNorm behind it.*dcnet.unfuse_"):
+        net[1](net[0](x) + 1.0)
+
+
+def test_copies_and_pickles():
+    net = converted(Residual())
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert other.conv1.fusion.conv.parent is other
+        assert_same(other, converted(Residual(), fuse=False))
+    assert not any(isinstance(module, Following) for module in unfuse_(net).modules())
+    assert_same(net, converted(Residual(), fuse=False))
+
+
+def test_fx_and_compile_after_fusion():
+    net, reference = converted(Residual()).eval(), converted(Residual(), fuse=False).eval()
+    x = torch.randn(2, 6, 8, 8)
+    torch.testing.assert_close(torch.fx.symbolic_trace(net)(x), reference(x), rtol=1e-5, atol=1e-6)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), reference(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(compiled(x), net(x), rtol=1e-5, atol=1e-6)
+    program = torch.export.export(net, (x,))
+    torch.testing.assert_close(program.module()(x), reference(x), rtol=1e-5, atol=1e-6)
+
+
+def test_our_own_blocks_are_left_alone():
+    net = dcnet.create_model("resnet32", num_classes=10)
+    report = fuse_(net)
+    assert report.fused == {}
+    assert set(report.left.values()) == {"part of a Block already"}
+
+
+def test_the_norm_is_computed_once(monkeypatch):
+    """The modules behind a fused convolution do not compute again."""
+    net = converted(nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.SiLU())).eval()
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda *_: pytest.fail("BatchNorm computed"))
+    monkeypatch.setattr(nn.SiLU, "forward", lambda *_: pytest.fail("SiLU computed"))
+    net(torch.randn(2, 6, 8, 8))
