@@ -111,6 +111,11 @@ class Decoupled(nn.Module):
         return self.operator.weighting
 
     @property
+    def effective_weight(self) -> Tensor:
+        """The kernels that are decoupled: the weight; a subclass may prepare it first."""
+        return self.weight
+
+    @property
     def effective_radius(self) -> Tensor | None:
         """ρ of each kernel before E{‖x‖}, or the literal radius: (out_channels,); None where there is none."""
         if self.raw_radius is not None:
@@ -154,7 +159,7 @@ class Decoupled(nn.Module):
         operator = self.operator
         return decouple(
             x,
-            self.weight,
+            self.effective_weight,
             self.bias,
             where,
             operator,
