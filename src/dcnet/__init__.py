@@ -7,6 +7,7 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 from dcnet import robustness
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
+    CoupleReport,
     DecoupledConv1d,
     DecoupledConv2d,
     DecoupledConv3d,
@@ -18,6 +19,7 @@ from dcnet.layers import (
     WeightProjection,
     average_statistics_,
     conversion_of,
+    couple_,
     decouple_,
     from_pretrained,
     orthogonal_penalty,
@@ -37,6 +39,7 @@ from dcnet.version import __version__
 
 __all__ = [
     "Callback",
+    "CoupleReport",
     "DecoupleReport",
     "DecoupledConv1d",
     "DecoupledConv2d",
@@ -54,6 +57,7 @@ __all__ = [
     "at_least",
     "average_statistics_",
     "conversion_of",
+    "couple_",
     "create_model",
     "decouple_",
     "decoupled_conv1d",

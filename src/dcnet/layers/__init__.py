@@ -10,6 +10,7 @@ from dcnet.layers.conv import (
     LazyDecoupledConv3d,
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
+from dcnet.layers.couple import CoupleReport, couple_
 from dcnet.layers.decoupled import Decoupled, decoupled_layers, plain_state_dict
 from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.optimization import (
@@ -29,6 +30,7 @@ __all__ = [
     "Block",
     "Carrying",
     "Chain",
+    "CoupleReport",
     "DecoupleReport",
     "Decoupled",
     "DecoupledConv1d",
@@ -41,6 +43,7 @@ __all__ = [
     "WeightProjection",
     "average_statistics_",
     "conversion_of",
+    "couple_",
     "decouple_",
     "decoupled_layers",
     "from_pretrained",
