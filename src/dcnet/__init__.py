@@ -5,6 +5,7 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 """
 
 from dcnet import robustness
+from dcnet.deploy import ExportReport, export, load_weights_
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
     CoupleReport,
@@ -45,6 +46,7 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "ExportReport",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",
@@ -64,11 +66,13 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "export",
     "from_pretrained",
     "fvcore_handles",
     "learnable",
     "list_models",
     "load",
+    "load_weights_",
     "m",
     "magnitude",
     "magnitudes",

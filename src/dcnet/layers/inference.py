@@ -33,7 +33,7 @@ class Inference(nn.Module):
             inverse = torch.where(norm > 0.0, 1.0 / norm, 0.0)
             self.unit = exact * inverse.reshape(-1, *[1] * (exact.dim() - 1))
             self.vectors = _vectors(layer, norm)
-        self.weight = nn.Parameter(self.unit.to(layer.weight.dtype), requires_grad=False)
+        self.weight = nn.Parameter(self.unit.to(layer.weight.dtype, copy=True), requires_grad=False)
         self.bias = None  # in the epilogue
         self._sums()
         self._record(layer.weight.dtype)

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from dcnet.formulas.angulars import cosine
+from dcnet.formulas.angulars import cosine, power_cosine, relu_cosine, square_cosine
 from dcnet.ops import Operator
+
+# what a rounding error beyond ±1 does no harm to; asin, and whatever is not known here, is not defined there
+_BEYOND_ONE = (cosine, square_cosine, relu_cosine, power_cosine)
 
 
 class Vectors(NamedTuple):
@@ -39,7 +42,7 @@ def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float)
     class Epilogue(nn.Module):
         def forward(self, dot: Any, norm: Any) -> Any:
             c = dot / norm if eps > 0.0 else dot * _inverse(norm)
-            if not scales_with_dot(operator):  # to cosine itself, one beyond 1 by a rounding error does not matter
+            if operator.angular.formula.function not in _BEYOND_ONE:
                 c = c.clamp(-1.0, 1.0)
             h = operator.patch_magnitude(norm if gain is None else norm * gain, radius, learned)[0]
             y = operator.angular(c, None, learned)[0] * h
