@@ -1,5 +1,7 @@
 import os
 import signal
+import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -23,6 +25,28 @@ settings.load_profile("dcnet")
 # What a script starts in the background ignores Ctrl-C; the tests that send it are to be tested there too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _mend_torchvision():
+    """Define the two operators without which torchvision, where its compiled part does not load, cannot be imported."""
+    if find_spec("torchvision") is None:
+        return None
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    return None
+
+
+_TORCHVISION = _mend_torchvision()  # kept: the operators go with it
+
 
 torch.set_num_threads(
     1

@@ -19,7 +19,8 @@ ALLOWED = {
     "layers": {"util", "formulas", "ops"},
     "models": {"util", "formulas", "ops", "layers"},
     "data": {"util", "formulas"},
-    "training": {"util", "version", "formulas", "ops", "layers", "models", "data", "robustness"},
+    "deploy": {"util", "version", "formulas", "ops", "layers"},
+    "training": {"util", "version", "formulas", "ops", "layers", "deploy", "models", "data", "robustness"},
     "inspection": {"util", "ops", "layers", "models", "data", "robustness", "training"},
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
@@ -29,10 +30,10 @@ ALLOWED = {
     "bench": {"util", "formulas", "ops", "layers", "models"},
     "cli": {
         *("util", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
-        *("inspection", "figures", "report", "explorer", "bench", "tables", ""),
+        *("inspection", "figures", "report", "explorer", "bench", "tables", "deploy", ""),
     },
     "__main__": {"cli"},
-    "": {"formulas", "ops", "layers", "models", "training", "robustness", "version"},  # dcnet/__init__.py
+    "": {"formulas", "ops", "layers", "deploy", "models", "training", "robustness", "version"},  # dcnet/__init__.py
 }
 
 

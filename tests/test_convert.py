@@ -119,8 +119,8 @@ def test_bad_options_leave_the_model_alone(options, message):
     for option in ("kernel", "bias", "device", "radus"):
         with pytest.raises(TypeError, match=f"no option '{option}'.*Possible: weighting, radius, eps"):
             dcnet.decouple_(model, **{option: 3})
-    with pytest.raises(TypeError, match="where must be a function"):
-        dcnet.decouple_(model, where="stem")
+    with pytest.raises(TypeError, match=r"where must be a function .* or a list of these, got 3"):
+        dcnet.decouple_(model, where=3)
     state = torch.get_rng_state()
     dcnet.decouple_(nn.Conv2d(3, 4, 3))
     torch.set_rng_state(state)
@@ -147,7 +147,7 @@ def test_subclasses_that_compute_the_same():
     assert report.converted == ["0", "2"]
     assert "Padded, with a _conv_forward of its own" in report.skipped["1"]
     assert type(model[0]) is dcnet.DecoupledConv2d
-    model = nn.Sequential(Named(3))
+    model = nn.Sequential(Named(3), nn.Linear(3, 3))
     assert "Named, of nn.Conv2d, which is not among types" in dcnet.decouple_(model, types=(nn.Linear,)).skipped["0"]
 
 

@@ -222,11 +222,12 @@ def test_timm_does_not_reparameterize_converted_blocks():
 
 def test_timm_layers_with_arithmetic_of_their_own():
     layers = pytest.importorskip("timm.layers")
-    model = nn.Sequential(layers.StdConv2d(3, 4, 3), layers.Conv2dSame(4, 4, 3, stride=2), nn.Conv2d(4, 4, 1))
-    report = dcnet.decouple_(model)
-    assert report.converted == ["2"]
-    assert "StdConv2d, with a forward of its own" in report.skipped["0"]
-    assert "Conv2dSame, with a forward of its own" in report.skipped["1"]
+    kinds = ("StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame", "Conv2dSame")
+    model = nn.Sequential(*[getattr(layers, kind)(4, 4, 3, stride=2) for kind in kinds]).double()
+    x = images(2, 4, 70, 71).double()
+    before = model(x)
+    assert dcnet.decouple_(model, "linear", "cosine", weighting="linear").converted == list("01234")
+    torch.testing.assert_close(model(x), before)
 
 
 def test_tensorboard_draws_the_graph(tmp_path):

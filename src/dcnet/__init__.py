@@ -5,8 +5,10 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 """
 
 from dcnet import robustness
+from dcnet.deploy import ExportReport, export, load_weights_
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
+    CoupleReport,
     DecoupledConv1d,
     DecoupledConv2d,
     DecoupledConv3d,
@@ -18,8 +20,10 @@ from dcnet.layers import (
     WeightProjection,
     average_statistics_,
     conversion_of,
+    couple_,
     decouple_,
     from_pretrained,
+    fuse_,
     orthogonal_penalty,
     orthonormal_penalty,
     parameter_groups,
@@ -28,6 +32,7 @@ from dcnet.layers import (
     recalibrate_,
     restore_conversion_,
     sync_norms_,
+    unfuse_,
     weight_gradients_,
 )
 from dcnet.models import create_model, list_models
@@ -37,11 +42,13 @@ from dcnet.version import __version__
 
 __all__ = [
     "Callback",
+    "CoupleReport",
     "DecoupleReport",
     "DecoupledConv1d",
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "ExportReport",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",
@@ -54,17 +61,21 @@ __all__ = [
     "at_least",
     "average_statistics_",
     "conversion_of",
+    "couple_",
     "create_model",
     "decouple_",
     "decoupled_conv1d",
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "export",
     "from_pretrained",
+    "fuse_",
     "fvcore_handles",
     "learnable",
     "list_models",
     "load",
+    "load_weights_",
     "m",
     "magnitude",
     "magnitudes",
@@ -82,5 +93,6 @@ __all__ = [
     "robustness",
     "sync_norms_",
     "train",
+    "unfuse_",
     "weight_gradients_",
 ]

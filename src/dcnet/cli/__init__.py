@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import dcnet
-from dcnet.cli import attack, bench, evaluate, explore, figure, lists, predict, runs, table, train
+from dcnet.cli import attack, bench, evaluate, explore, export, figure, lists, predict, runs, table, train
 from dcnet.cli.common import say
 from dcnet.cli.help import CONTEXT, Command, Group
 
@@ -40,6 +40,7 @@ app.command(cls=Command)(evaluate.evaluate)
 app.command(cls=Command, no_args_is_help=True)(predict.predict)
 app.command(cls=Command)(runs.runs)
 app.command(cls=Command)(attack.attack)
+app.command(cls=Command, no_args_is_help=True)(export.export)
 app.command(cls=Command)(bench.bench)
 app.command(cls=Command, no_args_is_help=True)(figure.figure)
 app.command(cls=Command, no_args_is_help=True)(figure.report)

@@ -11,6 +11,7 @@ from dcnet.layers.conv import (
     LazyDecoupledConv3d,
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
+from dcnet.layers.couple import CoupleReport, couple_
 from dcnet.layers.decoupled import Decoupled, LayerOptions, decoupled_layers, plain_state_dict
 from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.linear import DecoupledLinear
@@ -30,6 +31,7 @@ from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norm
 __all__ = [
     "Block",
     "Chain",
+    "CoupleReport",
     "DecoupleReport",
     "Decoupled",
     "DecoupledConv1d",
@@ -45,6 +47,7 @@ __all__ = [
     "WeightProjection",
     "average_statistics_",
     "conversion_of",
+    "couple_",
     "decouple_",
     "decoupled_layers",
     "from_pretrained",

@@ -1,5 +1,7 @@
 """Which layers of a model can be converted, and why the others cannot."""
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
@@ -7,7 +9,8 @@ from torch.nn.utils import parametrize
 from dcnet.layers.conv import DecoupledConv1d, DecoupledConv2d, DecoupledConv3d
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.linear import DecoupledLinear
-from dcnet.layers.optimization import Where
+from dcnet.layers.own_arithmetic import own_twin
+from dcnet.layers.selection import Selection
 from dcnet.layers.sharding import is_sharded, modules_of_fsdp
 
 TWINS: dict[type[nn.Module], type[Decoupled]] = {
@@ -27,31 +30,42 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return next(plain for plain in TWINS if isinstance(module, plain))
 
 
+def twin_of(kind: type[nn.Module]) -> type[Decoupled]:
+    """Return the decoupled class that a layer of this class becomes."""
+    return own_twin(kind) or next(twin for plain, twin in TWINS.items() if issubclass(kind, plain))
+
+
 def what_it_overrides(kind: type[nn.Module]) -> str:
-    """Name what of its arithmetic a subclass has overridden, such as "forward"; nothing if it computes what the plain layer does."""
+    """Name what of its arithmetic a subclass has overridden and would lose, such as "forward"; nothing if its twin computes the same."""
+    if own_twin(kind) is not None:
+        return ""
     plain = next(plain for plain in TWINS if issubclass(kind, plain))
     return " and ".join(name for name in _ARITHMETIC if getattr(kind, name, None) is not getattr(plain, name, None))
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise where something takes care of the gradients of the parameters there are now: new ones would differ between ranks."""
+def refuse_wrapped(model: nn.Module, what: str = "decouple_ cannot add parameters to", verb: str = "convert") -> None:
+    """Raise where something takes care of the gradients of the parameters there are now: others would differ between ranks."""
     wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     wrapped += modules_of_fsdp(model, "FSDPModule") + modules_of_fsdp(model, "FullyShardedDataParallel")
     if not wrapped and any(is_sharded(p) for p in model.parameters()):
-        raise ValueError(
-            "decouple_ cannot add parameters to a model whose parameters are sharded (DTensor); convert it first, then shard it"
-        )
+        raise ValueError(f"{what} a model whose parameters are sharded (DTensor); {verb} it first, then shard it")
     if wrapped:
         kind = type(wrapped[0]).__name__
-        raise ValueError(
-            f"decouple_ cannot add parameters to a model wrapped already ({kind}); convert it first, then wrap it"
-        )
+        raise ValueError(f"{what} a model wrapped already ({kind}); {verb} it first, then wrap it")
 
 
 def reason_to_leave(
-    name: str, module: nn.Module, parent: nn.Module | None, types: tuple[type[nn.Module], ...], where: Where | None
+    name: str,
+    module: nn.Module,
+    parent: nn.Module | None,
+    types: tuple[type[nn.Module], ...],
+    selection: Selection,
+    special: Mapping[nn.Module, str],
 ) -> str:
-    """Say why a layer is not to be converted, or nothing; raise where it was asked for by its class and cannot be."""
+    """Say why a layer is not to be converted, or nothing; raise where it was asked for by its class and cannot be.
+
+    special: layers to leave for what they are, with the reason; what `selection` leaves has that reason first.
+    """
     kind, plain = type(module), plain_class(module)
     if isinstance(module, Decoupled):
         return "decoupled already"
@@ -59,7 +73,7 @@ def reason_to_leave(
         return "its shape is not known yet; run the model once, then convert"
     if parametrize.is_parametrized(module):
         reason = _parametrized(module)
-        if kind in types and (where is None or where(name, module)):
+        if kind in types and not selection.reason_to_leave(name, module):
             raise ValueError(
                 f"decouple_ cannot convert {name or '(the model itself)'!r}: {reason}. Nothing has been changed"
             )
@@ -74,9 +88,7 @@ def reason_to_leave(
             return f"a subclass, {kind.__name__}, with a {overridden} of its own; name it in types to convert it, which drops that arithmetic"
         if plain not in types:
             return f"a subclass, {kind.__name__}, of nn.{plain.__name__}, which is not among types"
-    if where is not None and not where(name, module):
-        return "where(name, module) said no"
-    return ""
+    return selection.reason_to_leave(name, module) or special.get(module, "")
 
 
 def _parametrized(module: nn.Module) -> str:

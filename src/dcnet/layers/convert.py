@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcnet.layers.candidates import CONVERTIBLE, TWINS, plain_class, reason_to_leave, refuse_wrapped, what_it_overrides
+from dcnet.layers.candidates import CONVERTIBLE, TWINS, reason_to_leave, refuse_wrapped, twin_of, what_it_overrides
+from dcnet.layers.costs import multiply_adds, parameters, shapes_in
 from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
-from dcnet.layers.optimization import Where
+from dcnet.layers.fuse import FuseReport, fuse_
+from dcnet.layers.gates import adapters, gates
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
 from dcnet.layers.record import record_
+from dcnet.layers.report import Change, Row, kind_of, table_of
+from dcnet.layers.report import shown as _shown
+from dcnet.layers.selection import Selection, Selector
 from dcnet.util.suggest import nearest
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -21,40 +26,44 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class DecoupleReport:
-    """What `decouple_` did: the names it converted, the names it left with the reason, and what else there is to know."""
+    """What `decouple_` did: the names it converted, the names it left with the reason, and what else there is to know. Prints as a table."""
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)  # the new parameters
     notes: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # of the table, a row for each layer
+    fused: FuseReport = field(default_factory=FuseReport)  # what `fuse_` did afterwards
 
     def __str__(self) -> str:
         lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} left as they were"]
-        lines += [f"  converted {_shown(name)}" for name in self.converted]
-        lines += [f"  left      {_shown(name)}: {reason}" for name, reason in self.skipped.items()]
-        lines += [f"  note      {note}" for note in self.notes]
+        lines += ["", *table_of(self.rows)] if self.rows else []
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
-
-
-def _shown(name: str) -> str:
-    return name or "(the model itself)"
 
 
 def decouple_(
     model: nn.Module,
     magnitude: Spec = "tanh",
     angular: Spec = "cosine",
-    where: Where | None = None,
+    where: Selector = None,
     types: tuple[type[nn.Module], ...] = CONVOLUTIONS,
     optimizer: torch.optim.Optimizer | None = None,
+    example_input: Any = None,
+    fuse: bool = True,
     **layer_options: Any,
 ) -> DecoupleReport:
     """Convert layers of `model` in place, keep their weights and biases, and return a report of those converted and left.
 
-    where: `where(name, module)` says which candidates to convert; all of them without it.
-    types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. A subclass with
-        arithmetic of its own is converted if it is named here, loses that arithmetic, and a warning says so.
+    where: which layers to convert: a function `where(name, module)`; a pattern of names such as "layer[1-4].*.conv2", or "!stem*" for all
+        others; a preset, "spatial" (kernels larger than 1×1), "not-first", "not-depthwise", or "all"; or a list of these. Patterns add
+        up, everything else takes away. Gates on pooled maps (squeeze-and-excitation) are left alone unless "all" is among them.
+    types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. timm's
+        `Conv2dSame`, `StdConv2d` and `ScaledStdConv2d` keep their padding and weight standardization. Another subclass with arithmetic of
+        its own is converted if it is named here, loses that arithmetic, and a warning says so.
     optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
+    example_input: what the model is called with, a tensor or a tuple of them, to count multiply-adds in the report, and for `fuse_`.
+    fuse: let the new layers do the work of the BatchNorm and the activation behind them, as `fuse_` does; the report says which.
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
     A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
@@ -66,8 +75,6 @@ def decouple_(
         if not isinstance(kind, type) or not issubclass(kind, CONVERTIBLE):
             possible = ", ".join(f"nn.{known.__name__}" for known in TWINS)
             raise ValueError(f"types: cannot convert {kind!r}; possible: {possible} and their subclasses")
-    if where is not None and not callable(where):
-        raise TypeError(f"where must be a function of (name, module), got {where!r}")
     options = [name for name in signature(LayerOptions).parameters if name not in ("magnitude", "angular")]
     for name in layer_options:
         if name not in options:
@@ -77,24 +84,65 @@ def decouple_(
     refuse_wrapped(model)
 
     report, chosen = DecoupleReport(), {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, CONVERTIBLE)}  # each once
+    _check_there_is_something(model, layers, types)
+    selection = Selection(where, {name: module for name, module in layers.items() if isinstance(module, types)})
+    special = adapters(model) | ({} if selection.takes_gates else gates(model))
     parents = {child: parent for parent in model.modules() for child in parent.children()}
-    for name, module in model.named_modules():  # a shared module comes once
-        if isinstance(module, CONVERTIBLE):
-            reason = reason_to_leave(name, module, parents.get(module), types, where)
-            if reason:
-                report.skipped[name] = reason
-            else:
-                chosen[name] = module
+    for name, module in layers.items():
+        reason = reason_to_leave(name, module, parents.get(module), types, selection, special)
+        if reason:
+            report.skipped[name] = reason
+        else:
+            chosen[name] = module
+    shapes = None if example_input is None else shapes_in(model, layers.values(), example_input)
+    kinds = {name: kind_of(module) for name, module in layers.items()}
+    counts = {name: (parameters(m), multiply_adds(m, shapes[m]) if shapes else 0) for name, m in layers.items()}
     report.notes += _warn_of_what_is_dropped(chosen)
     groups = groups_for(optimizer, chosen)
     _convert(chosen, {"magnitude": magnitude, "angular": angular, **layer_options})
     report.converted = list(chosen)
+    for name, module in layers.items():
+        work = None if shapes is None else Change(counts[name][1], multiply_adds(module, shapes[module]))
+        became = report.skipped.get(name) or _operator_of(module)
+        change = Change(counts[name][0], parameters(module))
+        report.rows.append(Row(name, kinds[name], became, name in report.skipped, change, work))
     report.added = [f"{name}.{own}".lstrip(".") for name, layer in chosen.items() for own in _new_parameters(layer)]
     report.notes += use_layers_(model, chosen)
     report.notes += refuse_fusion_(model, chosen)
     _tell_optimizer(report, chosen, groups)
     record_(model)
+    if fuse and chosen:
+        report.fused = fuse_(model, example_input)
+        if report.fused.fused:
+            count, of = len(report.fused.fused), len(chosen)
+            report.notes.append(
+                f"{count} of {of} do the work of the BatchNorm behind them too; dcnet.unfuse_ takes that back"
+            )
     return report
+
+
+def _check_there_is_something(
+    model: nn.Module, layers: dict[str, nn.Module], types: tuple[type[nn.Module], ...]
+) -> None:
+    """Raise for a model that has no layer of these types, converted or not: nothing would be done, without a word."""
+    if any(isinstance(module, (*types, Decoupled)) for module in layers.values()):
+        return
+    wanted = ", ".join(f"nn.{kind.__name__}" if kind in TWINS else kind.__name__ for kind in types)
+    linear = sum(isinstance(module, nn.Linear) for module in layers.values())
+    hint = (
+        f"; its {linear} linear layers are converted with types=(nn.Linear,)"
+        if linear and nn.Linear not in types
+        else ""
+    )
+    raise ValueError(
+        f"there is nothing to convert: {type(model).__name__} has no layer of {wanted or 'no type at all'}{hint}"
+    )
+
+
+def _operator_of(layer: nn.Module) -> str:
+    assert isinstance(layer, Decoupled)
+    return f"{layer.magnitude} + {layer.angular}" + (f", {layer.weighting}" if layer.weighting else "")
 
 
 def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
@@ -105,7 +153,7 @@ def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
             state = dict(module.__dict__)
             before[module] = type(module), state | {key: state[key].copy() for key in ("_parameters", "_buffers")}
             # The decoupled layers are the plain ones with other arithmetic, so changing the class converts the layer.
-            module.__class__ = TWINS[plain_class(module)]
+            module.__class__ = twin_of(type(module))
             assert isinstance(module, Decoupled)
             module._init_decoupling(LayerOptions(**options))
     except BaseException:

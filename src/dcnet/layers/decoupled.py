@@ -139,6 +139,11 @@ class Decoupled(nn.Module):
         return self.operator.weighting
 
     @property
+    def effective_weight(self) -> Tensor:
+        """The kernels that are decoupled: the weight; a subclass may prepare it first."""
+        return self.weight
+
+    @property
     def effective_radius(self) -> Tensor | None:
         """ρ of each kernel before E{‖x‖}, or the literal radius: (out_channels,); None where there is none."""
         if self.raw_radius is not None:
@@ -194,7 +199,7 @@ class Decoupled(nn.Module):
         radius = self.effective_radius if raw_radius is None else LearnedRadius(raw_radius)
         operator = self.operator
         learned = self.learned_parameters if operator.learned else {}
-        vectors = (self.weight, self.bias, self._geometry(), operator, radius, mean_norm, learned)
+        vectors = (self.effective_weight, self.bias, self._geometry(), operator, radius, mean_norm, learned)
         return decouple(Inputs(x, *vectors, self.eps, post_ops, energy, leave_energy), self.impl)
 
     def _as_leaf(self, x: Proxy) -> Any:

@@ -33,7 +33,7 @@ class Refusal:
     def __init__(self, name: str, method: str, layer: str) -> None:
         self.name, self.method, self.layer = name, method, layer
 
-    def __call__(self) -> NoReturn:
+    def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
         raise RuntimeError(
             f"{self.name or 'the model'}.{self.method}() merges kernels as if layers were linear in them, and {self.layer!r} is decoupled; "
             "use the model as it is, or leave the block out of decouple_ with where=",
@@ -46,7 +46,8 @@ def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
     notes = []
     for name, module in model.named_modules():
         inside = [names[child] for child in module.modules() if child in names and child is not module]
-        for method in _MERGING if inside else ():
+        wraps = "base_layer" in module._modules  # peft's: what its adapters learned goes into the kernels
+        for method in (*_MERGING, *["merge"] * wraps) if inside else ():
             if _takes_nothing(getattr(module, method, None)):
                 setattr(module, method, Refusal(name, method, inside[0]))
                 notes.append(

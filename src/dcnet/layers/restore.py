@@ -9,6 +9,7 @@ from dcnet.layers.candidates import CONVERTIBLE
 from dcnet.layers.convert import decouple_
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.optimization import Where
+from dcnet.layers.selection import ALL
 
 
 def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:
@@ -26,7 +27,7 @@ def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, 
         alike.setdefault(tuple(sorted(options.items(), key=lambda item: item[0])), set()).add(name)
     for chosen, names in alike.items():
         kinds = tuple({type(modules[name]) for name in names})
-        report = decouple_(model, where=_among(names), types=kinds, **dict(chosen))
+        report = decouple_(model, where=[ALL, _among(names)], types=kinds, **dict(chosen))
         left = names - set(report.converted)
         if left:
             raise ValueError(f"layer {min(left)!r} was not converted as recorded: {report.skipped[min(left)]}")

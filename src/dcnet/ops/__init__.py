@@ -5,7 +5,7 @@ from dcnet.ops.api import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, 
 from dcnet.ops.checks import check_eps, check_impl, check_input, check_literal_radius
 from dcnet.ops.dispatch import decouple
 from dcnet.ops.flops import fvcore_handles
-from dcnet.ops.geometry import LINEAR, Geometry, known_geometry, make_geometry
+from dcnet.ops.geometry import LINEAR, Geometry, convolve, known_geometry, make_geometry
 from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.ops.norms import EPS, compute_dtype, kernel_norm, root
@@ -30,6 +30,7 @@ __all__ = [
     "check_input",
     "check_literal_radius",
     "compute_dtype",
+    "convolve",
     "decouple",
     "decoupled_conv1d",
     "decoupled_conv2d",

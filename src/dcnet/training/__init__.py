@@ -4,6 +4,7 @@ from dcnet.training.attack import attack_run
 from dcnet.training.callback import Callback
 from dcnet.training.diagnose import NonFiniteLoss
 from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.export import export_run
 from dcnet.training.folder import open_run
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
@@ -30,6 +31,7 @@ __all__ = [
     "build_model",
     "change",
     "evaluate",
+    "export_run",
     "find_runs",
     "joined",
     "load",

@@ -1,0 +1,116 @@
+"""Whether an exported model gives what the model itself gives: on the example, on other batches, on other sizes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+Arguments = tuple[Any, ...]
+Runner = Callable[[Arguments], list[Tensor]]
+
+
+class Mismatch(ValueError):
+    """An exported model gives something else."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One comparison: the shapes of the inputs, and the error relative to the size of the output."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    error: float
+
+
+def rms(values: list[Tensor]) -> float:
+    flat = torch.cat([value.double().flatten() for value in values]) if values else torch.zeros(1)
+    return float(flat.square().mean().sqrt())
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of an output, which may be a tuple or a dict, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def run_model(model: nn.Module, arguments: Arguments) -> list[Tensor]:
+    with torch.no_grad():
+        return tensors(model(*arguments))
+
+
+def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch.dtype) -> Checked:
+    """Return how far an exported model is off; raise where that is more than rounding in its dtype explains.
+
+    The measure is the model in float64: an exported model may be off four times as far as the model itself in the same dtype, and a few
+    units in the last place besides.
+    """
+    exact = run_model(_cast(model, torch.float64), _cast_all(arguments, torch.float64))
+    itself = run_model(model if dtype == torch.float32 else _cast(model, dtype), _cast_all(arguments, dtype))
+    found = runner(_cast_all(arguments, dtype))
+    shapes = [tuple(value.shape) for value in exact]
+    if [tuple(value.shape) for value in found] != shapes:
+        raise Mismatch(f"the exported model gives {[tuple(v.shape) for v in found]}, the model itself {shapes}")
+    size = rms(exact)
+    if not torch.isfinite(torch.tensor(size)):
+        raise Mismatch("the model itself gives values that are not finite for this input")
+    own = rms([a.double() - b for a, b in zip(itself, exact, strict=True)])
+    off = rms([a.double() - b for a, b in zip(found, exact, strict=True)])
+    if own != own or own == float("inf"):
+        raise Mismatch(f"the model itself gives values that are not finite in {_name(dtype)}")
+    allowed = 4.0 * own + 64.0 * torch.finfo(dtype).eps * size
+    if not off <= allowed:
+        raise Mismatch(
+            f"the exported model is off by {off / max(size, 1e-30):.2e} of the output's size, where rounding in {_name(dtype)} explains "
+            f"{allowed / max(size, 1e-30):.2e}"
+        )
+    between = rms([a.double() - b.double() for a, b in zip(found, itself, strict=True)])
+    return Checked(tuple(tuple(value.shape) for value in tensors(arguments)), between / max(size, 1e-30))
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return copy.deepcopy(model).to(dtype)
+
+
+def _cast_all(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, arguments)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def other_batches(arguments: Arguments) -> list[Arguments]:
+    """Return the same inputs as batches of another size: the first image alone, and three."""
+    return [with_batch(arguments, count) for count in (1, 3)]
+
+
+def with_batch(arguments: Arguments, count: int) -> Arguments:
+    """Return the inputs as a batch of that size, repeated where there are not as many."""
+    batch = next((len(value) for value in tensors(arguments) if value.dim()), 0)
+    if batch == 0:
+        return arguments
+    index = torch.arange(count) % batch
+    return tree_map(
+        lambda v: v[index.to(v.device)] if isinstance(v, Tensor) and v.dim() and len(v) == batch else v, arguments
+    )
+
+
+def other_size(model: nn.Module, arguments: Arguments) -> Arguments | None:
+    """Return the first images of the inputs in twice their size; None where the model itself does not take it."""
+    modes = {3: "linear", 4: "bilinear", 5: "trilinear"}
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() not in modes:
+            return value
+        return F.interpolate(value, [2 * size for size in value.shape[2:]], mode=modes[value.dim()])
+
+    batch = next((len(value) for value in tensors(arguments) if value.dim()), 0)
+    other = tree_map(resized, with_batch(arguments, min(batch, 2)))
+    try:
+        run_model(model, other)
+    except Exception:  # whatever a model says to a size it was not made for
+        return None
+    return other

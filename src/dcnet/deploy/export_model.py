@@ -1,0 +1,226 @@
+"""`export`: a model into a file for other programs, checked against the model itself before the file appears."""
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from dcnet.deploy import onnx_format
+from dcnet.deploy.check import Arguments, Checked, Runner, compare, other_batches, other_size, run_model, tensors
+from dcnet.deploy.prepare import prepare
+from dcnet.deploy.programs import (
+    DYNAMIC,
+    compile_program,
+    free_dims,
+    run_package,
+    run_program,
+    save_program,
+    trace,
+)
+from dcnet.deploy.weights import save_model_weights
+from dcnet.util.files import write_atomically
+from dcnet.util.suggest import nearest
+
+FORMATS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2", "safetensors": ".safetensors"}
+
+
+@dataclass
+class ExportReport:
+    """What `export` wrote, and how it was checked."""
+
+    path: Path
+    to: str
+    bytes: int
+    seconds: float
+    dtype: str = ""
+    dynamic: tuple[str, ...] = ()  # of "batch" and "size", what may be any
+    checked: list[Checked] = field(default_factory=list)
+    opset: int | None = None  # of ONNX
+    nodes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        size = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes / 1e3:.1f} kB"
+        about = [self.to, size, *([self.dtype] if self.dtype else [])]
+        about += [f"opset {self.opset}, {self.nodes} nodes"] if self.opset is not None else []
+        lines = [f"{self.path}: {', '.join(about)}, in {self.seconds:.1f} s"]
+        if self.checked:
+            free = {
+                ("batch", "size"): "any batch, any size",
+                ("batch",): "any batch, this size",
+                ("size",): "this batch, any size",
+            }
+            lines.append(f"  for {free.get(self.dynamic, 'this batch and size only')}")
+            by = "onnxruntime" if self.to == "onnx" else "PyTorch"
+            lines += [
+                f"  checked with {by} on {' and '.join('×'.join(map(str, shape)) for shape in one.shapes)}: off by {one.error:.1e} of the output"
+                for one in self.checked
+            ]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    to: str | None = None,
+    example_input: Any = None,
+    *,
+    half: bool = False,
+    dynamic: bool = True,
+    opset: int = 18,
+) -> ExportReport:
+    """Write the model in evaluation mode into a file for other programs, and return a report of it.
+
+    to: "onnx", "torch-export" (a program that `torch.export.load` reads), "aoti" (compiled for this machine by Inductor) or "safetensors"
+        (weights and the conversion, for `dcnet.load_weights_`); by the ending of the path without it.
+    example_input: real inputs, a tensor or a tuple of them, with which the file is checked before it appears; the batch and the size of images
+        in the file are free, with dynamic=True, as far as the model itself allows, which is checked too.
+    half: float16 instead of float32; norms, angles and magnitudes are computed in float32 still.
+
+    In the file each decoupled layer is one convolution, one map of norms and the few operations of its formulas; kernels are normalized,
+    radii multiplied and BatchNorms folded beforehand. The model stays as it is. If anything fails no file is written.
+    """
+    path = Path(path)
+    to = _format(path, to)
+    _check(model, path, opset)
+    start = time.perf_counter()
+    if to == "safetensors":
+        if half:
+            raise ValueError("half=True: safetensors hold the weights as they are; call model.half() first")
+        data = save_model_weights(model)
+        report = ExportReport(path, to, len(data), 0.0)
+    else:
+        if to == "onnx":
+            onnx_format.check_packages()
+        arguments = _arguments(example_input, to)
+        data, report = _export(model, arguments, path, to, torch.float16 if half else torch.float32, dynamic, opset)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, data)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _format(path: Path, to: str | None) -> str:
+    if to is None:
+        to = next((name for name, ending in FORMATS.items() if ending == path.suffix), None)
+        if to is None:
+            endings = ", ".join(dict.fromkeys(FORMATS.values()))
+            raise ValueError(f"{path}: what to write is not said; give to=, or a path that ends in {endings}")
+    if to not in FORMATS:
+        raise ValueError(f"to={to!r} is unknown.{nearest(str(to), FORMATS)} Possible: {', '.join(FORMATS)}")
+    return to
+
+
+def _check(model: nn.Module, path: Path, opset: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"export takes a model, got {type(model).__name__}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the path of a file")
+    if opset not in onnx_format.OPSETS:
+        raise ValueError(
+            f"opset={opset!r} is not possible; possible: {onnx_format.OPSETS[0]} to {onnx_format.OPSETS[-1]}"
+        )
+
+
+def _arguments(example_input: Any, to: str) -> Arguments:
+    if example_input is None:
+        raise ValueError(
+            f"to={to!r} needs example_input: real inputs for the model, to trace it and to check the file with"
+        )
+    if isinstance(example_input, Mapping):
+        raise TypeError("example_input must be a tensor or a tuple of arguments; named arguments cannot be exported")
+    arguments = tuple(example_input) if isinstance(example_input, tuple | list) else (example_input,)
+    found = tensors(arguments)
+    if not found:
+        raise TypeError(f"example_input must be a tensor or a tuple of them, got {type(example_input).__name__}")
+    for value in found:
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError("example_input has values that are not finite; nothing could be checked with it")
+        if not value.numel():
+            raise ValueError(f"example_input has no values: its shape is {tuple(value.shape)}")
+    return arguments
+
+
+def _export(
+    model: nn.Module, arguments: Arguments, path: Path, to: str, dtype: torch.dtype, dynamic: bool, opset: int
+) -> tuple[bytes, ExportReport]:
+    original = copy.deepcopy(model).eval()
+    try:
+        expected = run_model(original, arguments)
+    except Exception as error:
+        raise ValueError(
+            f"example_input: {type(model).__name__} cannot be called with it ({type(error).__name__}: {error})"
+        ) from error
+    if not expected:
+        raise ValueError(f"{type(model).__name__} gives no tensor for example_input; there is nothing to export")
+    ready = prepare(model, arguments)
+    cast = tuple(v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in arguments)
+    ready = ready.to(dtype)
+    notes: list[str] = []
+    resized = other_size(original, arguments) if dynamic else None
+    plans: tuple[tuple[str, ...], ...] = (DYNAMIC, DYNAMIC[:1], ()) if resized is not None else (DYNAMIC[:1], ())
+    for free in plans if dynamic else ((),):
+        try:
+            program = trace(ready, cast, free)
+            data, runner, details = _MAKERS[to](program, opset, model)
+            really = _really_free(program, free)
+            checked = _checks(original, runner, arguments, dtype, really, resized)
+        except Exception as error:
+            if not free:
+                if isinstance(error, ValueError | RuntimeError | OSError | ImportError):
+                    raise
+                raise RuntimeError(
+                    f"cannot export {type(model).__name__} to {to}: {type(error).__name__}: {error}"
+                ) from error
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            notes.append(f"not for any {' and '.join(free)}: {first[:200]}")
+            continue
+        name = str(dtype).removeprefix("torch.")
+        return data, ExportReport(path, to, len(data), 0.0, name, really, checked, notes=notes, **details)
+    raise AssertionError("unreachable")
+
+
+def _onnx(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[bytes, Runner, dict[str, Any]]:
+    proto, data = onnx_format.make_onnx(program, opset, model)
+    return data, onnx_format.run_onnx(data), {"opset": opset, "nodes": len(proto.graph.node)}
+
+
+def _program(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[bytes, Runner, dict[str, Any]]:
+    data = save_program(program)
+    return data, run_program(data), {}
+
+
+def _package(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[bytes, Runner, dict[str, Any]]:
+    data = compile_program(program)
+    return data, run_package(data), {}
+
+
+_MAKERS = {"onnx": _onnx, "torch-export": _program, "aoti": _package}
+
+
+def _really_free(program: ExportedProgram, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what of "batch" and "size" the program is free in: a model may fix either by what it does."""
+    dims = free_dims(program)
+    free = [any(0 in one for one in dims), any(max(one, default=0) > 0 for one in dims)]
+    return tuple(name for name, is_free in zip(DYNAMIC, free, strict=True) if is_free and name in asked)
+
+
+def _checks(
+    model: nn.Module,
+    runner: Runner,
+    arguments: Arguments,
+    dtype: torch.dtype,
+    free: tuple[str, ...],
+    resized: Arguments | None,
+) -> list[Checked]:
+    """Compare on the example itself, then on other batches and another size where those are free."""
+    given = [arguments, *(other_batches(arguments) if "batch" in free else [])]
+    if "size" in free and resized is not None:
+        given.append(resized)
+    return [compare(model, runner, one, dtype) for one in given]

@@ -1,0 +1,114 @@
+"""Programs of PyTorch: `torch.export`, and its compilation ahead of time by Inductor."""
+
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_map
+
+from dcnet.deploy.check import Arguments, Runner, tensors, with_batch
+
+DYNAMIC = ("batch", "size")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep to ourselves what PyTorch's exporters say about themselves."""
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.export", "torch._export", "torch.onnx", "torch._inductor", "onnxscript")
+    ]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def trace(model: nn.Module, arguments: Arguments, dynamic: tuple[str, ...]) -> ExportedProgram:
+    """Return the program of a model. dynamic: which of "batch" and "size" it is to be for any of, as far as the model allows."""
+    if "batch" in dynamic:  # a size of 1 is taken for a constant, and more than 2 is only more work
+        arguments = with_batch(arguments, 2)
+    with torch.no_grad(), quiet():
+        return torch.export.export(
+            model, arguments, dynamic_shapes=tree_map(lambda v: _dims(v, dynamic), arguments), strict=False
+        )
+
+
+def _dims(value: Any, dynamic: tuple[str, ...]) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return None
+    free = [0] if "batch" in dynamic else []
+    if "size" in dynamic and value.dim() in (3, 4, 5) and value.is_floating_point():
+        free += range(2, value.dim())
+    return dict.fromkeys(free, Dim.AUTO)
+
+
+def free_dims(program: ExportedProgram) -> list[list[int]]:
+    """Return the dimensions of each input that may have any size."""
+    given = set(program.graph_signature.user_inputs)
+    shapes = [
+        node.meta["val"].shape
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in given and isinstance(node.meta.get("val"), Tensor)
+    ]
+    return [[i for i, size in enumerate(shape) if not isinstance(size, int)] for shape in shapes]
+
+
+def save_program(program: ExportedProgram) -> bytes:
+    """Return what `torch.export.load` reads."""
+    file = io.BytesIO()
+    with quiet():
+        torch.export.save(program, file)
+    return file.getvalue()
+
+
+def run_program(data: bytes) -> Runner:
+    """Return a function that runs the saved program."""
+    with quiet():
+        module = torch.export.load(io.BytesIO(data)).module()
+
+    def run(arguments: Arguments) -> list[Tensor]:
+        with torch.no_grad():
+            return tensors(module(*arguments))
+
+    return run
+
+
+def compile_program(program: ExportedProgram) -> bytes:
+    """Return the package that `torch._inductor.aoti_load_package` reads: compiled for this machine's processor or GPU."""
+    from torch._inductor import aoti_compile_and_package
+
+    with tempfile.TemporaryDirectory() as folder, quiet(), torch.no_grad():
+        try:
+            path = aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
+        except Exception as error:
+            raise RuntimeError(
+                f"Inductor cannot compile the model here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}); "
+                "it needs a C++ compiler (g++ or clang++)"
+            ) from error
+        return Path(path).read_bytes()
+
+
+def run_package(data: bytes) -> Runner:
+    """Return a function that runs the compiled package."""
+    from torch._inductor import aoti_load_package
+
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        path = Path(folder) / "model.pt2"
+        path.write_bytes(data)
+        package = aoti_load_package(str(path))
+    return lambda arguments: tensors(package(*arguments))

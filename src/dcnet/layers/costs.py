@@ -1,0 +1,87 @@
+"""What the layers of a model cost: their parameters, and the multiply-adds of one call of the model."""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.recording import Vectors, operations, record_epilogue
+from dcnet.ops import Operator
+
+Shapes = list[tuple[torch.Size, torch.Size]]  # of the input and the output, for each call of a layer
+
+
+def call(model: nn.Module, example_input: Any) -> Any:
+    """Return what the model makes of an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
+    if isinstance(example_input, Mapping):
+        return model(**example_input)
+    return model(*example_input) if isinstance(example_input, tuple | list) else model(example_input)
+
+
+def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: Any) -> dict[nn.Module, Shapes]:
+    """Return the shapes each of the layers sees when the model is called with the example, in evaluation mode and without gradients."""
+    seen: dict[nn.Module, Shapes] = {layer: [] for layer in layers}
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        given = next(iter((*inputs, *named.values())), None)
+        if isinstance(given, Tensor) and isinstance(output, Tensor):
+            seen[layer].append((given.shape, output.shape))
+
+    modes = {module: module.training for module in model.modules()}
+    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in seen]
+    try:
+        model.eval()
+        with torch.no_grad():
+            call(model, example_input)
+    except Exception as error:
+        raise ValueError(
+            f"example_input: {type(model).__name__} cannot be called with it ({type(error).__name__}: {error}). Nothing has been changed"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return seen
+
+
+def parameters(layer: nn.Module) -> int:
+    """Return how many parameters a layer has; 0 for one whose shape is not known yet."""
+    return sum(0 if isinstance(p, UninitializedParameter) else p.numel() for p in layer.parameters())
+
+
+def multiply_adds(layer: nn.Module, shapes: Shapes) -> int:
+    """Return the multiply-adds of a layer in these calls: of its products, and where it is decoupled of the norms and formulas besides.
+
+    Besides means one for each input (its square), one for each number a window sums, and one for each operation of h and g and output.
+    """
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    total = sum(output.numel() for _, output in shapes) * weight[0].numel()
+    if not isinstance(layer, Decoupled) or layer.operator.is_inner_product:
+        return total
+    window = math.prod(getattr(layer, "kernel_size", ()))
+    each = _operations(layer.operator, layer.eps > 0.0, layer.bias is not None)
+    for given, output in shapes:
+        patches = output.numel() // weight.shape[0] * getattr(layer, "groups", 1)
+        total += given.numel() + (window if window > 1 else 0) * patches + each * output.numel()
+    return total
+
+
+@lru_cache(1024)
+def _operations(operator: Operator, nonzero: bool, biased: bool) -> int:
+    """Return the operations for each output of a layer whose kernels differ in all they have."""
+    vector = torch.tensor([1.5, 2.5], device="cpu")
+    vectors = Vectors(
+        factor=None if operator.weighting in (None, "joint") else vector,
+        gain=vector if operator.weighting == "joint" else None,
+        radius=vector if operator.magnitude.formula.has_radius else None,
+        bias=vector if biased else None,
+        learned=dict.fromkeys(operator.learned, vector),
+    )
+    return operations(record_epilogue(operator, vectors, 0, float(nonzero)))

@@ -1,0 +1,213 @@
+"""The way back: decoupled layers that are plain convolutions or linear layers turned into those, with the BatchNorm behind them folded in."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+
+from dcnet.formulas.angulars import cosine, power_cosine
+from dcnet.formulas.magnitudes import linear, mix, seg
+from dcnet.layers.block import Block
+from dcnet.layers.candidates import plain_class, refuse_wrapped
+from dcnet.layers.chain import Chain
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.fuse import unfuse_
+from dcnet.layers.other_code import Refusal
+from dcnet.layers.own_arithmetic import DecoupledConv2dSame
+from dcnet.layers.record import record_
+from dcnet.layers.report import shown
+from dcnet.ops import Operator, compute_dtype, kernel_norm
+from dcnet.util.compat import hooked
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass
+class CoupleReport:
+    """What `couple_` did: the layers that are plain now, the BatchNorms folded into them, and the layers left with the reason."""
+
+    coupled: list[str] = field(default_factory=list)
+    folded: dict[str, str] = field(default_factory=dict)  # the BatchNorm's name, by that of the layer it went into
+    left: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.coupled)} layers made plain, {len(self.folded)} with their BatchNorm, {len(self.left)} left as they were"
+        ]
+        lines += [
+            f"  plain  {shown(name)}" + (f", with {self.folded[name]}" if name in self.folded else "")
+            for name in self.coupled
+        ]
+        lines += [f"  left   {shown(name)}: {reason}" for name, reason in self.left.items()]
+        return "\n".join([*lines, *(f"  note   {note}" for note in self.notes)])
+
+
+def inner_product_factor(operator: Operator) -> float | None:
+    """Return the number a for which h·g is a·⟨w, x⟩, or a·⟨w, x⟩/‖w‖ without weighting; None for every other operator."""
+    formula, values = operator.magnitude.formula.function, dict(operator.magnitude.values)
+    is_cosine = operator.angular.formula.function is cosine or (
+        operator.angular.formula.function is power_cosine and operator.angular.value("p", 2.0) == 1.0
+    )
+    if not is_cosine or operator.magnitude.learned:
+        return None
+    alpha = values.get("alpha", 1.0)
+    # with weighting="separate" both magnitudes have α = 1, and α stands in front of them
+    of_patches = values | dict(operator.alpha_one) if operator.weighting == "separate" else values
+    is_linear = (
+        formula is linear
+        or (formula is seg and of_patches["alpha"] == of_patches["beta"])
+        or (formula is mix and of_patches["beta"] == 0.0)
+    )
+    return alpha if is_linear else None
+
+
+@torch.no_grad()
+def plain_kernel(layer: Decoupled) -> Tensor | None:
+    """Return the kernels with which the plain layer computes what this one does; None where there are none."""
+    factor = inner_product_factor(layer.operator)
+    if factor is None:
+        return None
+    weight = layer.effective_weight.detach()
+    exact = weight.to(compute_dtype(weight))
+    if layer.weighting is None:
+        norm = kernel_norm(exact, layer.eps)
+        exact = exact * torch.where(norm > 0.0, 1.0 / norm, 0.0).reshape(-1, *[1] * (exact.dim() - 1))
+    return (exact * factor).to(weight.dtype)
+
+
+def couple_(model: nn.Module, fold: bool = True) -> CoupleReport:
+    """Turn decoupled layers that are plain ones back into `nn.Conv2d` or `nn.Linear`, in place, and return a report.
+
+    Plain are `linear` with `cosine`, and `seg` with β = α: α·w with a weighting, α·w/‖w‖ without. What cannot be written as a plain layer
+    (`sphere`, `tanh`, …) stays as it is.
+    fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode, follow one another in a `Block` or
+        an `nn.Sequential`, and are used nowhere else. An `nn.Identity` takes its place.
+
+    A layer keeps its identity. If anything is wrong nothing is changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"couple_ takes a model, got {type(model).__name__}")
+    refuse_wrapped(model, "couple_ cannot take parameters from", "couple")
+    report, kernels = CoupleReport(), {}
+    layers: dict[str, Decoupled] = decoupled_layers(model)
+    if any(layer.fusion is not None for layer in layers.values()):
+        unfuse_(model)
+        report.notes.append(
+            "what fuse_ had fused computes for itself again; call dcnet.fuse_ for the layers that stayed"
+        )
+    for name, layer in layers.items():
+        reason = _reason_to_leave(layer)
+        kernel = None if reason else plain_kernel(layer)
+        if kernel is None:
+            report.left[name] = reason
+        else:
+            kernels[name] = kernel
+    names: dict[nn.Module, str] = {layers[name]: name for name in kernels}
+    for name, kernel in kernels.items():
+        _make_plain(layers[name], kernel)
+    report.coupled = list(kernels)
+    if fold:
+        _fold(model, names, report)
+    _lift_refusals(model)
+    record_(model)
+    return report
+
+
+def _reason_to_leave(layer: Decoupled) -> str:
+    if inner_product_factor(layer.operator) is None:
+        return f"{layer.magnitude} + {layer.angular} is no plain layer"
+    if isinstance(layer, LazyModuleMixin):
+        return "its shape is not known yet; run the model once"
+    if isinstance(layer, DecoupledConv2dSame) and layer.same_pad:
+        return "it pads its input by the size that has, which nn.Conv2d does not"
+    if parametrize.is_parametrized(layer) or layer._parameters.get("weight") is None:
+        return "its weight is computed from other parameters; take the parametrization off first"
+    return ""
+
+
+@torch.no_grad()
+def _make_plain(layer: Decoupled, kernel: Tensor) -> None:
+    plain = plain_class(layer)
+    usual = _attributes_of(plain)
+    if layer.weighted_gradient is not None:  # it would act on the kernels from outside
+        layer.weighted_gradient.remove()
+    layer.weight.copy_(kernel)
+    layer.__class__ = plain  # type: ignore[assignment]
+    for store in (layer._parameters, layer._buffers):
+        for name in [name for name in store if name not in ("weight", "bias")]:
+            del store[name]
+    for name in [name for name in layer.__dict__ if name not in usual]:
+        del layer.__dict__[name]
+
+
+def _attributes_of(plain: type[nn.Module]) -> set[str]:
+    arguments = (1, 1) if plain is nn.Linear else (1, 1, 1)
+    return set(plain(*arguments, device="meta").__dict__)
+
+
+def _fold(model: nn.Module, coupled: dict[nn.Module, str], report: CoupleReport) -> None:
+    """Fold the BatchNorms behind these layers where that is safe, and note where it is not."""
+    uses: dict[nn.Module, int] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        uses[module] = uses.get(module, 0) + 1
+    for name, parent in model.named_modules():
+        for layer, norm_place, norm in _neighbors(parent):
+            if layer not in coupled or type(norm) not in BATCH_NORMS:
+                continue
+            whole = f"{name}.{norm_place}".lstrip(".")
+            reason = _reason_not_to_fold(layer, norm, uses, isinstance(parent, Block))
+            if reason:
+                report.notes.append(f"{whole} was not folded into {coupled[layer]}: {reason}")
+                continue
+            _fold_into(layer, norm)
+            parent._modules[norm_place] = None if isinstance(parent, Block) else nn.Identity().train(norm.training)
+            report.folded[coupled[layer]] = whole
+
+
+def _neighbors(parent: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return the pairs of modules of which the second gets what the first gives, and nothing else does, with the second's name."""
+    if isinstance(parent, Block):
+        return [] if parent.norm is None else [(parent.conv, "norm", parent.norm)]
+    if not isinstance(parent, nn.Sequential) or type(parent).forward not in (nn.Sequential.forward, Chain.forward):
+        return []
+    return [(one, name, other) for (_, one), (name, other) in pairwise(parent._modules.items()) if one and other]
+
+
+def _reason_not_to_fold(layer: nn.Module, norm: Any, uses: dict[nn.Module, int], in_block: bool) -> str:
+    if norm.training or layer.training:
+        return "it is in training mode; model.eval() first"
+    if norm.running_mean is None:
+        return "it keeps no running averages"
+    if uses[layer] > 1 or uses[norm] > 1:
+        return "one of them is used in several places"
+    if hooked(layer) or hooked(norm):
+        return "one of them has hooks, which would see something else"
+    if isinstance(layer, nn.Linear) and not in_block:
+        return "behind a linear layer it may be another dimension that it normalizes"
+    return ""
+
+
+@torch.no_grad()
+def _fold_into(layer: nn.Module, norm: Any) -> None:
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+    fuse = fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
+    weight, bias = fuse(layer.weight, layer.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    layer.weight.copy_(weight)
+    if layer.bias is None:
+        layer.bias = nn.Parameter(bias.detach().to(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
+    else:
+        layer.bias.copy_(bias)
+
+
+def _lift_refusals(model: nn.Module) -> None:
+    """Let methods that merge kernels work again where no decoupled layer is left inside."""
+    for module in model.modules():
+        if not any(isinstance(child, Decoupled) for child in module.modules()):
+            for method in [key for key, value in vars(module).items() if isinstance(value, Refusal)]:
+                delattr(module, method)

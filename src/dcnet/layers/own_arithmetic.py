@@ -1,0 +1,84 @@
+"""Decoupled twins of convolutions that prepare their input or kernels first: timm's SAME padding and weight standardization."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcnet.layers.conv import DecoupledConv2d
+from dcnet.layers.decoupled import Decoupled
+from dcnet.ops import PostOps
+
+
+class DecoupledConv2dSame(DecoupledConv2d):
+    """A decoupled convolution that pads its input as TensorFlow's SAME does, by the size it has; the twin of timm's `Conv2dSame`."""
+
+    same_pad = True
+
+    def prepare_input(self, x: Tensor) -> Tensor:
+        """Return the input with zeros around, the odd one at the end: windows then begin at every multiple of the stride."""
+        if not self.same_pad:
+            return x
+        pads: list[int] = []
+        for i in (1, 0):  # F.pad takes the last dimension first
+            size, step = x.shape[i - 2], self.stride[i]
+            span = (-(-size // step) - 1) * step + (self.kernel_size[i] - 1) * self.dilation[i] + 1
+            missing = max(span - size, 0)
+            pads += [missing // 2, missing - missing // 2]
+        return F.pad(x, pads)
+
+    def decouple(
+        self, x: Tensor, post_ops: PostOps | None, energy: Tensor | None = None, leave_energy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        padded = self.prepare_input(x) if isinstance(x, Tensor) else x
+        return super().decouple(padded, post_ops, energy if padded is x else None, leave_energy)
+
+
+class DecoupledStdConv2d(DecoupledConv2dSame):
+    """A decoupled convolution with standardized kernels; the twin of timm's `StdConv2d`, `ScaledStdConv2d` and their SAME-padded forms.
+
+    Each kernel is brought to mean 0 and variance 1 (times `gain`·`scale`, where there is a gain), then decoupled. Projection and
+    orthogonality leave it alone: they would act on kernels that are not those used.
+    """
+
+    same_pad = False
+    constrained = False
+    gain_init = 1.0
+    scale = 1.0
+    standardization_eps = 1e-6
+
+    def _init_decoupling(self, *arguments: Any, **options: Any) -> None:
+        self.standardization_eps = self.__dict__.get("eps", DecoupledStdConv2d.standardization_eps)
+        super()._init_decoupling(*arguments, **options)
+
+    @property
+    def effective_weight(self) -> Tensor:
+        """The standardized kernels."""
+        weight = self.weight
+        gain = self._parameters.get("gain")  # the scaled forms have one
+        scaled = None if gain is None else (gain * self.scale).view(-1)
+        rows = weight.reshape(1, self.out_channels, -1)
+        return F.batch_norm(
+            rows, None, None, weight=scaled, training=True, momentum=0.0, eps=self.standardization_eps
+        ).reshape_as(weight)
+
+    def reset_parameters(self) -> None:
+        """Draws the kernels anew, and puts the gain where it started."""
+        super().reset_parameters()
+        if (gain := self._parameters.get("gain")) is not None:
+            nn.init.constant_(gain, self.gain_init)
+
+
+# By name: timm is not imported for this, and whoever has such a layer has imported it
+_TIMM: dict[str, type[Decoupled]] = {
+    "Conv2dSame": DecoupledConv2dSame,
+    "StdConv2d": DecoupledStdConv2d,
+    "StdConv2dSame": DecoupledStdConv2d,
+    "ScaledStdConv2d": DecoupledStdConv2d,
+    "ScaledStdConv2dSame": DecoupledStdConv2d,
+}
+
+
+def own_twin(kind: type[nn.Module]) -> type[Decoupled] | None:
+    """Return the decoupled twin of a subclass with known arithmetic of its own, None for other classes."""
+    return _TIMM.get(kind.__name__) if kind.__module__.partition(".")[0] == "timm" else None

@@ -1,0 +1,90 @@
+"""The epilogue h·g of one layer in evaluation, recorded as a small graph of ordinary operations, with constants computed beforehand."""
+
+import operator as python
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from dcnet.formulas.angulars import cosine, power_cosine, relu_cosine, square_cosine
+from dcnet.ops import Operator
+
+# what a rounding error beyond ±1 does no harm to; asin, and whatever is not known here, is not defined there
+_BEYOND_ONE = (cosine, square_cosine, relu_cosine, power_cosine)
+
+
+class Vectors(NamedTuple):
+    """What an epilogue has for each kernel: tensors (out_channels,), or None where it needs none of them."""
+
+    factor: Tensor | None  # s and t of y = s·h(t·‖x‖, ρ)·g(cos θ) + b
+    gain: Tensor | None
+    radius: Tensor | None
+    bias: Tensor | None
+    learned: Mapping[str, Tensor]
+
+
+def scales_with_dot(operator: Operator) -> bool:
+    """Tell whether the output is proportional to ⟨w, x⟩: what multiplies it may then multiply the kernels instead."""
+    return operator.angular.formula.function is cosine
+
+
+def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float) -> fx.GraphModule:
+    """Return a module of (dot, norm): s·h(t·‖x‖, ρ)·g(cos θ) + b, where dot is ⟨w, x⟩/‖w‖ over `dims` spatial dimensions.
+
+    The formulas are called once, with stand-ins for the two maps and the numbers of this layer for the rest: whatever depends on neither
+    map is computed now, slopes are dropped, and a vector that is the same for every kernel is a number, so that a magnitude of such a
+    radius is computed once for each patch instead of once for each output.
+    """
+    factor, gain, radius, bias = (_constant(vector, dims) for vector in vectors[:4])
+    learned = {name: _constant(vector, dims) for name, vector in vectors.learned.items()}
+
+    class Epilogue(nn.Module):
+        def forward(self, dot: Any, norm: Any) -> Any:
+            c = dot / norm if eps > 0.0 else dot * _inverse(norm)
+            if operator.angular.formula.function not in _BEYOND_ONE:
+                c = c.clamp(-1.0, 1.0)
+            h = operator.patch_magnitude(norm if gain is None else norm * gain, radius, learned)[0]
+            y = operator.angular(c, None, learned)[0] * h
+            if factor is not None:
+                y = y * factor
+            return y if bias is None else y + bias
+
+    graph = fx.symbolic_trace(Epilogue())
+    _simplify(graph.graph)
+    graph.recompile()
+    return graph
+
+
+def _inverse(norm: Any) -> Any:
+    """1/norm, and 0 where the norm is 0: a patch of nothing but zeros has no direction."""
+    return torch.where(norm > 0.0, torch.where(norm > 0.0, norm, 1.0).reciprocal(), 0.0)
+
+
+def _constant(vector: Tensor | None, dims: int) -> Any:
+    """Return the vector as it goes with (N, channels, …), a number where it is the same for every kernel, None for none."""
+    if vector is None:
+        return None
+    vector = vector.detach()
+    if bool((vector == vector[:1]).all()):
+        return float(vector[0])
+    return vector.reshape(-1, *[1] * dims).contiguous()
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drop what nothing depends on, products with 1 and sums with 0."""
+    graph.eliminate_dead_code()
+    neutral = {python.mul: 1.0, torch.mul: 1.0, python.add: 0.0, torch.add: 0.0}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in neutral or len(node.args) != 2:
+            continue
+        others = [a for a in node.args if not (isinstance(a, int | float) and a == neutral[node.target])]
+        if len(others) == 1 and isinstance(others[0], fx.Node):
+            node.replace_all_uses_with(others[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def operations(graph: fx.GraphModule) -> int:
+    """Return how many operations a recorded epilogue has, each of which computes a number for every output (or for every patch)."""
+    return sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes)

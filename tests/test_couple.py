@@ -1,0 +1,149 @@
+"""couple_: decoupled layers that are plain ones become plain again, with their BatchNorms."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dcnet
+from dcnet.layers import Block, Chain
+
+PLAIN = [
+    ("linear", "cosine"),
+    ("linear:alpha=2.5", "cosine"),
+    ("seg:alpha=0.5,beta=0.5", "cosine"),
+    ("mix:alpha=2,beta=0", "cosine"),
+    ("linear", "power_cosine:p=1"),
+]
+LAYERS = [
+    (
+        lambda **o: dcnet.DecoupledConv2d(4, 6, 3, padding="same", groups=2, padding_mode="reflect", bias=True, **o),
+        (2, 4, 7, 7),
+    ),
+    (lambda **o: dcnet.DecoupledConv1d(3, 4, 3, stride=2, dilation=2, **o), (2, 3, 9)),
+    (lambda **o: dcnet.DecoupledConv3d(2, 3, 2, **o), (2, 2, 3, 4, 4)),
+    (lambda **o: dcnet.DecoupledLinear(5, 3, bias=True, **o), (2, 3, 5)),
+]
+
+
+@pytest.mark.parametrize("weighting", [None, "linear", "joint", "separate"])
+@pytest.mark.parametrize(("magnitude", "angular"), PLAIN)
+def test_the_same_function(magnitude, angular, weighting):
+    for make, shape in LAYERS:
+        layer = make(magnitude=magnitude, angular=angular, weighting=weighting).double()
+        x = torch.randn(shape, dtype=torch.float64)
+        before, weight = layer(x).detach(), layer.weight
+        plain = dict(vars(copy.deepcopy(layer)))
+        report = dcnet.couple_(layer)
+        if (
+            magnitude.startswith("seg") and weighting == "separate"
+        ):  # α·h₁(‖w‖)·h₁(‖x‖), in which h₁ has α = 1 and β = ½
+            assert report.left == {"": "seg:alpha=0.5 + cosine is no plain layer"}
+            assert vars(layer).keys() == plain.keys()
+            continue
+        assert report.coupled == [""]
+        assert type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+        assert layer.weight is weight
+        assert layer.state_dict().keys() <= {"weight", "bias"}
+        fresh = type(layer)(5, 3) if isinstance(layer, nn.Linear) else type(layer)(4, 6, 3)
+        assert vars(layer).keys() == vars(fresh).keys()
+        torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-6)
+
+
+def test_others_stay_and_are_listed():
+    model = nn.Sequential(*[dcnet.DecoupledConv2d(3, 3, 1, magnitude=name) for name in dcnet.magnitudes()])
+    model.append(dcnet.DecoupledConv2d(3, 3, 1, magnitude="linear", angular="square_cosine"))
+    model.append(dcnet.DecoupledConv2d(3, 3, 1, magnitude="seg", angular="sigmoid:k=learned"))
+    report = dcnet.couple_(model)
+    assert report.coupled == [str(list(dcnet.magnitudes()).index("linear"))]
+    assert len(report.left) == 8
+    assert report.left["0"] == "sphere + cosine is no plain layer"
+    assert "1 layers made plain, 0 with their BatchNorm, 8 left" in str(report)
+    assert "left   8: seg + sigmoid:k=learned is no plain layer" in str(report)
+    with pytest.raises(TypeError, match="couple_ takes a model, got str"):
+        dcnet.couple_("model")
+
+
+def network(**operator):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        dcnet.DecoupledConv2d(3, 8, 3, **operator),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        Chain(Block(dcnet.DecoupledConv2d(8, 4, 3, bias=True, **operator), nn.BatchNorm2d(4), "prelu")),
+        nn.Flatten(),
+        Block(dcnet.DecoupledLinear(64, 5, **operator), nn.BatchNorm1d(5), None),
+        dcnet.DecoupledLinear(5, 5, **operator),
+        nn.BatchNorm1d(5),
+    )
+
+
+def test_batch_norms_are_folded_in_evaluation():
+    model, x = network(magnitude="linear"), torch.randn(4, 3, 8, 8)
+    for _ in range(3):
+        model(x)
+    training = copy.deepcopy(model)
+    before = model.eval()(x).detach()
+    report = dcnet.couple_(model)
+    assert report.folded == {"0": "1", "3.0.conv": "3.0.norm", "5.conv": "5.norm"}
+    assert report.notes == [
+        "7 was not folded into 6: behind a linear layer it may be another dimension that it normalizes"
+    ]
+    assert isinstance(model[1], nn.Identity)
+    assert model[3][0].norm is None
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    assert "plain  3.0.conv, with 3.0.norm" in str(report)
+    # in training mode, or told not to, the norms stay
+    assert dcnet.couple_(training).folded == {}
+    assert isinstance(training[1], nn.BatchNorm2d)
+    torch.testing.assert_close(training.eval()(x), before, rtol=1e-4, atol=1e-5)
+    kept = network(magnitude="linear").eval()
+    assert dcnet.couple_(kept, fold=False).folded == {}
+
+
+def test_norms_that_are_not_safe_to_fold_stay():
+    shared = nn.BatchNorm2d(3)
+    conv = [dcnet.DecoupledConv2d(3, 3, 1, magnitude="linear") for _ in range(4)]
+    hooks = nn.BatchNorm2d(3)
+    hooks.register_forward_hook(lambda *_: None)
+    model = nn.Sequential(
+        conv[0], shared, conv[1], shared, conv[2], hooks, conv[3], nn.BatchNorm2d(3, track_running_stats=False)
+    ).eval()
+    x = torch.randn(2, 3, 4, 4)
+    before = model(x)
+    report = dcnet.couple_(model)
+    assert report.folded == {}
+    assert [note.partition(": ")[2] for note in report.notes] == [
+        "one of them is used in several places",
+        "one of them is used in several places",
+        "one of them has hooks, which would see something else",
+        "it keeps no running averages",
+    ]
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_what_conversion_had_put_around_a_layer_goes():
+    class Fusable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def fuse(self):
+            return nn.utils.fusion.fuse_conv_bn_eval(self.conv, self.bn)
+
+    model = Fusable().eval()
+    dcnet.decouple_(model, "linear")
+    dcnet.weight_gradients_(model)
+    with pytest.raises(RuntimeError, match="merges kernels"):
+        model.fuse()
+    dcnet.couple_(model)
+    model.fuse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bn(model.conv(torch.randn(2, 3, 4, 4))).sum().backward()
+    optimizer.step()
+    assert dcnet.decouple_(model, "tanh").converted == ["conv"]
+    left = nn.Sequential(nn.utils.parametrizations.weight_norm(dcnet.DecoupledConv2d(3, 3, 1, magnitude="linear")))
+    assert "computed from other parameters" in dcnet.couple_(left).left["0"]
+    lazy = nn.Sequential(dcnet.LazyDecoupledConv2d(3, 1, magnitude="linear"))
+    assert "run the model once" in dcnet.couple_(lazy).left["0"]
