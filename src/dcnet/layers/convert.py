@@ -1,6 +1,7 @@
 """Turning the convolutions of a model someone already has into decoupled ones, in place."""
 
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from dcnet.layers.calibrate import calibrate_
 from dcnet.layers.candidates import CONVERTIBLE, TWINS, plain_class, reason_to_leave, refuse_wrapped, what_it_overrides
 from dcnet.layers.decoupled import Decoupled, Spec, check_options
+from dcnet.layers.observe import observe, prepare
 from dcnet.layers.optimization import Where
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
@@ -47,6 +50,7 @@ def decouple_(
     where: Where | None = None,
     types: tuple[type[nn.Module], ...] = CONVOLUTIONS,
     optimizer: torch.optim.Optimizer | None = None,
+    calibrate: Iterable[Any] | None = None,
     **layer_options: Any,
 ) -> DecoupleReport:
     """Convert layers of `model` in place, keep their weights and biases, and return a report of those converted and left.
@@ -55,6 +59,9 @@ def decouple_(
     types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. A subclass with
         arithmetic of its own is converted if it is named here, loses that arithmetic, and a warning says so.
     optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
+    calibrate: a few batches of training inputs, to keep as much of a trained network's function as the operator can: radii are chosen by the
+        norms of each layer's patches, and every output gets its mean and deviation back, by the BatchNorm that follows or, where none does, by
+        ‖w‖ (these layers get `weighting="linear"`). Each batch is an input, or a tuple or list that starts with one.
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
     A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
@@ -87,7 +94,17 @@ def decouple_(
                 chosen[name] = module
     report.notes += _warn_of_what_is_dropped(chosen)
     groups = groups_for(optimizer, chosen)
-    _convert(chosen, {"magnitude": magnitude, "angular": angular, **layer_options})
+    if calibrate is not None and not chosen:
+        raise ValueError(f"calibrate: nothing to convert in this {type(model).__name__}: {_why_nothing(report)}")
+    inputs = [] if calibrate is None else prepare(calibrate, model)
+    observed = observe(model, chosen, inputs) if inputs else {}
+    undo = _convert(chosen, {"magnitude": magnitude, "angular": angular, **layer_options})
+    if inputs:
+        try:
+            report.notes += calibrate_(model, chosen, observed, inputs)
+        except BaseException:
+            undo()
+            raise
     report.converted = list(chosen)
     report.added = [f"{name}.{own}".lstrip(".") for name, layer in chosen.items() for own in _new_parameters(layer)]
     report.notes += use_layers_(model, chosen)
@@ -97,9 +114,16 @@ def decouple_(
     return report
 
 
-def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
-    """Convert them all, or, if one fails, none."""
-    before = {}
+def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> Callable[[], None]:
+    """Convert them all, or, if one fails, none; return what undoes it."""
+    before: dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]] = {}
+
+    def undo() -> None:
+        for module, (kind, state) in before.items():
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(state)
+
     try:
         for module in chosen.values():
             state = dict(module.__dict__)
@@ -109,11 +133,15 @@ def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
             assert isinstance(module, Decoupled)
             module._init_decoupling(**options)
     except BaseException:
-        for module, (kind, state) in before.items():
-            module.__class__ = kind
-            module.__dict__.clear()
-            module.__dict__.update(state)
+        undo()
         raise
+    return undo
+
+
+def _why_nothing(report: DecoupleReport) -> str:
+    """Say why no layer was chosen."""
+    first = next(iter(report.skipped.items()), None)
+    return "it has no convolution" if first is None else f"{_shown(first[0])}: {first[1]}"
 
 
 def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
