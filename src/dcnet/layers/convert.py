@@ -1,6 +1,7 @@
 """Turning the convolutions of a model someone already has into decoupled ones, in place."""
 
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from dcnet.layers.calibrate import calibrate_
 from dcnet.layers.candidates import CONVERTIBLE, TWINS, reason_to_leave, refuse_wrapped, twin_of, what_it_overrides
 from dcnet.layers.costs import multiply_adds, parameters, shapes_in
 from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
 from dcnet.layers.fuse import FuseReport, fuse_
 from dcnet.layers.gates import adapters, gates
+from dcnet.layers.observe import observe, prepare
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
 from dcnet.layers.record import record_
@@ -49,6 +52,7 @@ def decouple_(
     where: Selector = None,
     types: tuple[type[nn.Module], ...] = CONVOLUTIONS,
     optimizer: torch.optim.Optimizer | None = None,
+    calibrate: Iterable[Any] | None = None,
     example_input: Any = None,
     fuse: bool = True,
     **layer_options: Any,
@@ -62,6 +66,9 @@ def decouple_(
         `Conv2dSame`, `StdConv2d` and `ScaledStdConv2d` keep their padding and weight standardization. Another subclass with arithmetic of
         its own is converted if it is named here, loses that arithmetic, and a warning says so.
     optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
+    calibrate: a few batches of training inputs, to keep as much of a trained network's function as the operator can: radii are chosen by the
+        norms of each layer's patches, and every output gets its mean and deviation back, by the BatchNorm that follows or, where none does, by
+        ‖w‖ (these layers get `weighting="linear"`). Each batch is an input, or a tuple or list that starts with one.
     example_input: what the model is called with, a tensor or a tuple of them, to count multiply-adds in the report, and for `fuse_`.
     fuse: let the new layers do the work of the BatchNorm and the activation behind them, as `fuse_` does; the report says which.
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
@@ -100,7 +107,17 @@ def decouple_(
     counts = {name: (parameters(m), multiply_adds(m, shapes[m]) if shapes else 0) for name, m in layers.items()}
     report.notes += _warn_of_what_is_dropped(chosen)
     groups = groups_for(optimizer, chosen)
-    _convert(chosen, {"magnitude": magnitude, "angular": angular, **layer_options})
+    if calibrate is not None and not chosen:
+        raise ValueError(f"calibrate: nothing to convert in this {type(model).__name__}: {_why_nothing(report)}")
+    inputs = [] if calibrate is None else prepare(calibrate, model)
+    observed = observe(model, chosen, inputs) if inputs else {}
+    undo = _convert(chosen, {"magnitude": magnitude, "angular": angular, **layer_options})
+    if inputs:
+        try:
+            report.notes += calibrate_(model, chosen, observed, inputs)
+        except BaseException:
+            undo()
+            raise
     report.converted = list(chosen)
     for name, module in layers.items():
         work = None if shapes is None else Change(counts[name][1], multiply_adds(module, shapes[module]))
@@ -145,9 +162,16 @@ def _operator_of(layer: nn.Module) -> str:
     return f"{layer.magnitude} + {layer.angular}" + (f", {layer.weighting}" if layer.weighting else "")
 
 
-def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
-    """Convert them all, or, if one fails, none."""
-    before = {}
+def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> Callable[[], None]:
+    """Convert them all, or, if one fails, none; return what undoes it."""
+    before: dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]] = {}
+
+    def undo() -> None:
+        for module, (kind, state) in before.items():
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(state)
+
     try:
         for module in chosen.values():
             state = dict(module.__dict__)
@@ -157,11 +181,15 @@ def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> None:
             assert isinstance(module, Decoupled)
             module._init_decoupling(LayerOptions(**options))
     except BaseException:
-        for module, (kind, state) in before.items():
-            module.__class__ = kind
-            module.__dict__.clear()
-            module.__dict__.update(state)
+        undo()
         raise
+    return undo
+
+
+def _why_nothing(report: DecoupleReport) -> str:
+    """Say why no layer was chosen."""
+    first = next(iter(report.skipped.items()), None)
+    return "it has no convolution" if first is None else f"{_shown(first[0])}: {first[1]}"
 
 
 def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:

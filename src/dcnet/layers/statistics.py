@@ -67,6 +67,14 @@ def average_statistics_(model: nn.Module) -> nn.Module:
     return model
 
 
+def input_of(batch: Any) -> Tensor:
+    """Return the input of a batch: the batch itself, or the first part of a tuple or list."""
+    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got {type(x).__name__}")
+    return x
+
+
 @torch.no_grad()
 def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
     """The model, with E{‖x‖} and BatchNorm's averages re-estimated as plain means over the batches.
@@ -89,11 +97,7 @@ def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
             layer.momentum = None  # a cumulative average
             layer.reset_running_stats()
         for batch in batches:
-            x = batch[0] if isinstance(batch, tuple | list) else batch
-            if not isinstance(x, Tensor):
-                raise TypeError(
-                    f"a batch must be a tensor, or a tuple or list that starts with one, got {type(x).__name__}"
-                )
+            x = input_of(batch)
             model(x if device is None else x.to(device))
             finished = True
         if not finished:

@@ -1,0 +1,147 @@
+"""The start of a converted network: as much of the trained network's function as another operator can keep.
+
+A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted one f = h(n)·g(θ). What is kept is what follows:
+
+- *The scale.* Over a layer's patches, each channel of f gets the mean and the deviation of its y: a·f + d with a = σ_y/σ_f and
+  d = μ_y − a·μ_f. So ‖w‖, which an unweighted operator does not have, is not lost: for LinearConv a is ‖w‖, and the start is exact.
+  A BatchNorm behind the layer takes a and d: γ·(a·f + d − μ)/√(v + ε) is γ'·(f − μ')/√(v' + ε) with μ' = μ_f + (μ − μ_y)/a,
+  v' = v/a² and γ' = γ·√((v + a²ε)/(v + ε)). Its averages are then those of f, as in training, and γ' is not γ only for the sake of ε.
+  Where no BatchNorm follows, ‖w‖ itself is the scale: the operator gets `weighting="linear"`, w becomes a·w, and a bias takes d.
+- *The shape.* What a scale cannot give back is that h is bent. Over the patches, h and n have an angle: 1 − ⟨h, n⟩²/(⟨h, h⟩⟨n, n⟩) is the
+  share of the signal that is lost. A small radius bends h within the norms that occur, a large one makes it a straight line, and the
+  operator a slow way to write LinearConv. The radius is the smallest that loses no more than `LOST`.
+- *The order.* Layer after layer: the statistics of f are measured on what the converted layers before it give, each of which has its mean and
+  deviation back already, those that the trained layer has on the same batch. Two passes over the batches do it, one of each network.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.observe import Moments, Observed, channels, evaluating, hooks
+from dcnet.ops import make_operator
+
+LOST = 0.02  # of the signal of a layer, by the bend of h
+_RADII = [2.0 ** (i / 4) for i in range(25)]  # that are tried, in units of E{‖x‖}: 1, where a new layer has it, to 64
+
+
+@torch.no_grad()
+def calibrate_(
+    model: nn.Module, layers: dict[str, Any], observed: dict[str, Observed], inputs: list[Tensor]
+) -> list[str]:
+    """Start converted layers as the module says; return notes on what could not be kept. Raise before a kernel or a BatchNorm is changed."""
+    notes = [f"{name}: never ran on the batches, and starts uncalibrated" for name in layers if name not in observed]
+    layers = {name: layer for name, layer in layers.items() if name in observed}
+    for name, layer in layers.items():
+        if observed[name].norm is None and layer.weighting is None:
+            operator = layer.operator
+            layer.operator = make_operator(operator.magnitude, operator.angular, "linear")
+        if layer.raw_radius is not None:
+            layer.raw_radius.fill_((_radius(layer, torch.cat(observed[name].norms, 1)) - 1e-4) ** 0.5)
+    measured = _measure(model, layers, observed, inputs)
+    changes = {name: _scale_and_shift(observed[name].output, measured[name]) for name in layers}
+    for name in layers:
+        if not all(bool(value.isfinite().all()) for value in changes[name]):
+            raise ValueError(
+                f"calibrate: the converted layer {name!r} gives values that are not finite; nothing has been changed"
+            )
+    unscaled = []
+    for name, layer in layers.items():
+        (a, d), norm = changes[name], observed[name].norm
+        if norm is not None:
+            _into_norm_(norm, a, observed[name].output, measured[name])
+        elif not _exact(layer):
+            if layer.weighting == "linear":
+                layer.weight.mul_(a.to(layer.weight).view(-1, *[1] * (layer.weight.dim() - 1)))
+                if layer.bias is not None:
+                    layer.bias.copy_(a * layer.bias + d)
+            else:
+                unscaled.append(name)
+    if unscaled:
+        notes.append(
+            f"calibrate: no BatchNorm follows {', '.join(unscaled)}, and with weighting={layers[unscaled[0]].weighting!r} ‖w‖ is no scale; "
+            "the output's mean and deviation there are not the trained network's"
+        )
+    return notes
+
+
+def _measure(
+    model: nn.Module, layers: dict[str, Any], observed: dict[str, Observed], inputs: list[Tensor]
+) -> dict[str, Moments]:
+    """Run the converted network with every layer's output brought to the trained one's mean and deviation; return its own, by name."""
+    measured = {name: Moments() for name in layers}
+
+    def corrected(name: str) -> Any:
+        wanted = iter(observed[name].calls)
+
+        def hook(layer: Any, arguments: tuple[Any, ...], options: dict[str, Any], f: Tensor) -> Tensor:
+            rows, here = channels(layer, f), Moments()
+            here.add(rows)
+            measured[name].add(rows)
+            a, d = _scale_and_shift(next(wanted, observed[name].output), here)
+            if observed[name].norm is None and (_exact(layer) or layer.weighting != "linear"):
+                return f
+            if observed[name].norm is None and layer.bias is None:
+                d = torch.zeros_like(d)
+            shape = (-1,) if isinstance(layer, nn.Linear) else (-1, *[1] * (layer.weight.dim() - 2))
+            return (f * a.view(shape) + d.view(shape)).to(f.dtype)
+
+        return hook
+
+    momenta = {layer: layer.momentum for layer in layers.values()}
+    with evaluating(model), hooks() as handles:
+        for name, layer in layers.items():
+            layer.reset_running_stats()
+            layer.train()
+            layer.momentum = None  # a cumulative average of E{‖x‖}
+            # a hook that sees keywords makes our blocks run a module after the other
+            handles.append(layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True))
+            handles.append(layer.register_forward_hook(corrected(name), with_kwargs=True))
+        try:
+            for x in inputs:
+                model(x)
+        finally:
+            for layer, momentum in momenta.items():
+                layer.momentum = momentum
+    return measured
+
+
+def _scale_and_shift(wanted: Moments, given: Moments) -> tuple[Tensor, Tensor]:
+    """Return a and d for each channel: a·f + d has the wanted mean and deviation. A channel that is constant keeps its scale."""
+    ratio = wanted.variance / given.variance
+    tiny = 1e-12
+    alive = (wanted.variance > tiny * wanted.mean.square()) & (given.variance > tiny * given.mean.square())
+    a = torch.where(alive & (ratio > 0.0), ratio.sqrt(), 1.0)
+    return a, wanted.mean - a * given.mean
+
+
+def _into_norm_(norm: _BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
+    """Make the BatchNorm give for f what it gave for a·f + d."""
+    variance = y.variance if norm.running_var is None else norm.running_var.double()
+    if norm.running_mean is not None and norm.running_var is not None:
+        norm.running_mean.copy_(f.mean + (norm.running_mean.double() - y.mean) / a)
+        norm.running_var.copy_(variance / a.square())
+    if norm.weight is not None:
+        norm.weight.mul_(((variance + a.square() * norm.eps) / (variance + norm.eps)).sqrt().to(norm.weight))
+
+
+def _exact(layer: Decoupled) -> bool:
+    """Whether the layer computes what the plain one did."""
+    operator = layer.operator
+    return (
+        operator.is_inner_product and operator.weighting == "linear" and operator.magnitude.value("alpha", 1.0) == 1.0
+    )
+
+
+def _radius(layer: Decoupled, norms: Tensor) -> float:
+    """Return the smallest radius, in units of E{‖x‖}, with which h loses no more than `LOST` of the signal; norms are (groups, values)."""
+    n = (norms / norms.mean(1, keepdim=True)).flatten().double()
+    learned = {name: value.double().mean() for name, value in layer.learned_parameters.items()}
+    for rho in _RADII:
+        h = layer.operator.magnitude(n, torch.tensor(rho, dtype=torch.float64, device=n.device), learned)[0]
+        if 1.0 - (h * n).sum().square() / (h.square().sum() * n.square().sum()) <= LOST:
+            return rho
+    return _RADII[-1]

@@ -1,0 +1,202 @@
+"""What the layers of a trained network see and give: statistics of outputs, norms of patches, and the BatchNorm that follows."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from dcnet.layers.statistics import input_of
+from dcnet.ops import EPS, compute_dtype, patch_norm
+
+_SAMPLES = 2**14  # patch norms of a layer and call that are kept
+
+
+class Moments:
+    """Mean and variance of each channel of what a layer gives, over all batches, in double precision."""
+
+    def __init__(self) -> None:
+        self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
+
+    def add(self, channels: Tensor) -> None:
+        """Add outputs of shape (channels, values)."""
+        exact = channels.double()
+        self.sum, self.squares = self.sum.to(exact) + exact.sum(1), self.squares.to(exact) + exact.square().sum(1)
+        self.count += channels.shape[1]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.sum / self.count
+
+    @property
+    def variance(self) -> Tensor:
+        return (self.squares / self.count - self.mean.square()).clamp(min=0.0)
+
+
+@dataclass
+class Observed:
+    """What a layer of the trained network sees and gives."""
+
+    output: Moments = field(default_factory=Moments)
+    calls: list[Moments] = field(default_factory=list)  # of the output in each call
+    norms: list[Tensor] = field(default_factory=list)  # a sample of n in each call, (groups, values)
+    following: set[Any] = field(default_factory=set)  # BatchNorms its output goes to, and None if it goes elsewhere
+
+    @property
+    def norm(self) -> _BatchNorm | None:
+        """The BatchNorm that alone sees the output."""
+        (only,) = self.following if len(self.following) == 1 else (None,)
+        return only
+
+
+def prepare(batches: Iterable[Any], model: nn.Module) -> list[Tensor]:
+    """Return the inputs of the batches, where the model is; raise unless there are some and all are finite."""
+    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+        kind = "one tensor; possible: [images]" if isinstance(batches, Tensor) else repr(batches)
+        raise TypeError(f"calibrate must be an iterable of batches, got {kind}")
+    like = next(model.parameters(), torch.zeros(()))
+    inputs = []
+    for number, batch in enumerate(batches, 1):
+        x = input_of(batch).to(like.device)
+        if x.is_floating_point() and not bool(x.isfinite().all()):
+            raise ValueError(f"calibrate: batch {number} has values that are not finite; nothing has been changed")
+        if not x.numel():
+            raise ValueError(f"calibrate: batch {number} is empty, of shape {tuple(x.shape)}; nothing has been changed")
+        inputs.append(x)
+    if not inputs:
+        raise ValueError("calibrate has no batches; nothing has been changed")
+    return inputs
+
+
+@torch.no_grad()
+def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]) -> dict[str, Observed]:
+    """Run the trained network in evaluation mode, and return what each of the layers that ran has seen and given, by name."""
+    found: dict[str, Observed] = {name: Observed() for name in layers}
+    fed: dict[_BatchNorm, set[str | None]] = {}
+    with _Consumers() as consumers, evaluating(model), hooks() as handles:
+
+        def seen(name: str) -> Any:
+            def hook(layer: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> None:
+                with consumers.looking_away():
+                    rows, here = channels(layer, y), Moments()
+                    found[name].output.add(rows)
+                    here.add(rows)
+                    found[name].calls.append(here)
+                    found[name].norms.append(_norms(layer, arguments[0]))
+                consumers.watch(y, name, found[name].following)
+
+            return hook
+
+        def entered(norm: Any, arguments: tuple[Any, ...]) -> None:
+            name = consumers.enter(arguments[0], norm)
+            fed.setdefault(norm, set()).add(name)
+
+        handles += [layer.register_forward_hook(seen(name)) for name, layer in layers.items()]
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                handles.append(module.register_forward_pre_hook(entered))
+                handles.append(module.register_forward_hook(lambda *_: consumers.leave()))
+        for x in inputs:
+            model(x)
+    for name, what in found.items():
+        for norm in list(what.following - {None}):
+            if fed[norm] != {name}:  # one that others share is not this layer's
+                what.following.add(None)
+        if what.output.count and not bool(what.output.squares.isfinite().all()):
+            raise ValueError(
+                f"calibrate: layer {name!r} of the trained network gives values that are not finite; nothing has been changed"
+            )
+    return {name: what for name, what in found.items() if what.output.count}
+
+
+def channels(layer: nn.Module, y: Tensor) -> Tensor:
+    """Return an output as (channels, values), in float32 at least."""
+    y = y.to(compute_dtype(y))
+    if isinstance(layer, nn.Linear):
+        return y.flatten(0, -2).t() if y.dim() > 1 else y.unsqueeze(1)
+    channels = y.dim() - layer.weight.dim() + 1  # type: ignore[operator]
+    return y.movedim(channels, 0).flatten(1) if y.dim() > 1 else y.unsqueeze(1)
+
+
+def _norms(layer: Any, x: Tensor) -> Tensor:
+    """Return a sample of the norms of a layer's patches: (groups, values)."""
+    if isinstance(layer, nn.Linear):
+        norms = (x.to(compute_dtype(x)).square().sum(-1) + EPS).sqrt().flatten().unsqueeze(0)
+    else:
+        batch = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
+        where = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+        norms = patch_norm(batch, *where, padding_mode=layer.padding_mode).movedim(1, 0).flatten(1)
+    return norms[:, :: -(-norms.numel() // _SAMPLES)].float()
+
+
+class _Consumers(TorchFunctionMode):
+    """Finds out what reads the outputs that are watched: a BatchNorm, or anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: dict[int, tuple[weakref.ref[Tensor], str, set[Any]]] = {}
+        self.inside = 0
+
+    def watch(self, y: Tensor, name: str, following: set[Any]) -> None:
+        self.watched[id(y)] = (weakref.ref(y), name, following)
+
+    def _found(self, value: Any) -> tuple[str, set[Any]] | None:
+        reference, name, following = self.watched.get(id(value), (None, "", set()))
+        return (name, following) if reference is not None and reference() is value else None
+
+    def enter(self, x: Tensor, norm: _BatchNorm) -> str | None:
+        """A BatchNorm begins; return the name of the layer its input comes from."""
+        self.inside += 1
+        known = self._found(x)
+        if known is None:
+            return None
+        known[1].add(norm)
+        return known[0]
+
+    def leave(self) -> None:
+        self.inside -= 1
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if not self.inside and any(isinstance(leaf, Tensor) for leaf in tree_leaves(given)):
+            for leaf in tree_leaves((args, kwargs)):
+                known = self._found(leaf) if isinstance(leaf, Tensor) else None
+                if known is not None:
+                    known[1].add(None)
+        return given
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; modes are restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def hooks() -> Iterator[list[Any]]:
+    handles: list[Any] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
