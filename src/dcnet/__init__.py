@@ -5,6 +5,7 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 """
 
 from dcnet import robustness
+from dcnet.explaining import Explanation, explain, explanations
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
     DecoupledConv1d,
@@ -42,6 +43,7 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "Explanation",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",
@@ -60,6 +62,8 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "explain",
+    "explanations",
     "from_pretrained",
     "fvcore_handles",
     "learnable",

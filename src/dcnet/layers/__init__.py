@@ -12,6 +12,7 @@ from dcnet.layers.conv import (
 from dcnet.layers.convert import DecoupleReport, decouple_
 from dcnet.layers.decoupled import Decoupled, decoupled_layers, plain_state_dict
 from dcnet.layers.linear import DecoupledLinear
+from dcnet.layers.linear_form import Explaining
 from dcnet.layers.optimization import (
     WeightProjection,
     orthogonal_penalty,
@@ -35,6 +36,7 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "Explaining",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",

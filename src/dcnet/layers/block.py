@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.linear_form import is_explained
 from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
 
 
@@ -54,6 +55,8 @@ class Block(Carrying):
         """The finished convolution of x; `carry` is for `Chain`."""
         conv, norm = self.conv, self.norm
         if isinstance(x, Proxy):  # torch.fx records a module after the other
+            return self._one_by_one(x, residual)
+        if isinstance(conv, Decoupled) and is_explained(conv):  # there is nothing to share passes with
             return self._one_by_one(x, residual)
         if (
             conv._forward_pre_hooks_with_kwargs

@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _LazyConvXdMixin
 from torch.nn.parameter import UninitializedParameter
 
 from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, Finish, geometry, known_geometry
+from dcnet.ops import EPS, Finish, geometry, known_geometry, patch_norm
 
 
 class _DecoupledConv(Decoupled):
@@ -21,6 +21,7 @@ class _DecoupledConv(Decoupled):
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
     padding_mode: str
+    _conv_forward: Callable[..., Tensor]  # the plain convolution's
 
     def __init__(
         self,
@@ -66,6 +67,15 @@ class _DecoupledConv(Decoupled):
             len(self.kernel_size),
         )
         return self._decouple(input, where, finish)
+
+    def _plain(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self._conv_forward(x, kernel, None)
+
+    def _patch_norms(self, x: Tensor) -> Tensor:
+        batched = x.dim() == self.weight.dim()
+        where = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, self.eps)
+        norms = patch_norm(x if batched else x.unsqueeze(0), *where)
+        return norms if batched else norms.squeeze(0)
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from dcnet.formulas import Choice, Formula, Learnable
+from dcnet.layers.linear_form import Explaining, is_explained, linear_form
 from dcnet.ops import (
     EPS,
     BatchMean,
@@ -62,6 +63,7 @@ class Decoupled(nn.Module):
         True  # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
     )
     weighted_gradient: Any = None  # what `weight_gradients_` puts here
+    explained_by: tuple[Explaining, ...] = ()  # what `dcnet.explanations` puts here
 
     def _init_decoupling(
         self,
@@ -140,6 +142,9 @@ class Decoupled(nn.Module):
         if isinstance(x, Proxy):
             return self._as_leaf(x)
         check_input(x, "input")
+        if self.explained_by and is_explained(self):
+            y = linear_form(self, x)
+            return y if finish is None else finish.apply(y)
         if self.weighted_gradient is not None:
             self.weighted_gradient.of(self.weight)
         mean_norm: MeanNorm = None

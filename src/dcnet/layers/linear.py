@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled, Spec
-from dcnet.ops import EPS, LINEAR, Finish
+from dcnet.ops import EPS, LINEAR, Finish, compute_dtype, root
 
 
 class DecoupledLinear(Decoupled, nn.Linear):
@@ -40,3 +41,9 @@ class DecoupledLinear(Decoupled, nn.Linear):
     def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
         """The decoupled linear map of the input (…, in_features): (…, out_features); `finish` is for `Block`."""
         return self._decouple(input, LINEAR, finish)
+
+    def _plain(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return F.linear(x, kernel)
+
+    def _patch_norms(self, x: Tensor) -> Tensor:
+        return root(x.to(compute_dtype(x)).square().sum(-1, keepdim=True), self.eps)
