@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,7 +266,7 @@ def test_grad_cam_and_integrated_gradients():
 
 
 def test_without_captum_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "captum", None)
+    monkeypatch.setitem(sys.modules, "captum", None)
     model, x = stirred(small("tanh", "cosine", norm=True, bias=True)), images(1, 3, 8, 8)
     for method in (grad_cam, integrated_gradients):
         with pytest.raises(ModuleNotFoundError, match=r"run: pip install 'dcnet\[explanations\]'"):
@@ -471,3 +474,13 @@ def test_compiled():
 
 def test_learned_parameters_are_covered():
     assert {name for _, angular, _ in OPERATORS for name in learned_by(angular)} == {"k", "p"}
+
+
+def test_the_code_of_the_page_runs():
+    page = (Path(__file__).parent.parent / "docs" / "explanations.md").read_text(encoding="utf-8")
+    scope = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(code, scope)
+    found = scope["found"]
+    torch.testing.assert_close(found.contributions.flatten(1).sum(1) + found.bias, scope["logits"].max(1).values)
+    assert found.maps.shape == (4, 8, 8)
