@@ -25,6 +25,7 @@ lint: $(READY)
 ## bench: one layer on this CPU as a ratio to nn.Conv2d, then layers and networks on what is here, a GPU if there is one
 bench: $(READY)
 	$(BIN)/python benchmarks/layer_cpu.py
+	$(BIN)/python benchmarks/geometries_cpu.py --repeats 5
 	$(BIN)/dcnet bench --out bench.csv
 
 ## mutants: plant known mistakes in the source, one at a time, and see the tests catch each (minutes)

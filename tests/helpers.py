@@ -15,7 +15,8 @@ from torch import Tensor
 import dcnet
 from dcnet.data import load_data
 
-ANGULARS = [*dcnet.angulars(), "sigmoid:k=learned", "power_cosine:p=1.5"]
+ANGULARS = [*dcnet.angulars(), "sigmoid:k=learned", "power_cosine:p=1.5", "power_cosine:p=learned"]
+LEARNED_LEAST = {"k": 0.2, "p": 1.2}  # of what is drawn for the parameters an angular function can learn
 OPERATORS = [
     (magnitude, angular, weighting)
     for magnitude in dcnet.magnitudes()
@@ -25,6 +26,11 @@ OPERATORS = [
 ]
 FUNCTIONS = {0: dcnet.decoupled_linear, 1: dcnet.decoupled_conv1d, 2: dcnet.decoupled_conv2d, 3: dcnet.decoupled_conv3d}
 PLAIN = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def learned_by(angular):
+    """The names of the parameters that a spec such as "sigmoid:k=learned" learns."""
+    return [item.removesuffix("=learned") for item in angular.partition(":")[2].split(",") if item.endswith("=learned")]
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,9 @@ def operands(
         tensors["bias"] = normal(kernels).to(dtype)
     if dcnet.magnitudes()[magnitude.partition(":")[0]].has_radius:
         tensors["radius"] = (0.5 + torch.rand(kernels, generator=generator, dtype=torch.float64)).to(exact)
-    if "learned" in angular:
-        tensors["k"] = (0.2 + torch.rand(kernels, generator=generator, dtype=torch.float64)).to(exact)
+    for name in learned_by(angular):
+        drawn = LEARNED_LEAST[name] + torch.rand(kernels, generator=generator, dtype=torch.float64)
+        tensors[name] = drawn.to(exact)
     return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
 
 
@@ -136,7 +143,7 @@ def run(
         weighting=weighting,
         radius=tensors.get("radius"),
         mean_norm=mean_norm,
-        parameters={"k": tensors["k"]} if "k" in tensors else None,
+        parameters={name: tensors[name] for name in learned_by(angular)} or None,
         impl=impl,
         **options,
     )

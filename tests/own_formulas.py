@@ -8,7 +8,7 @@ def register_own():
     """A user's formulas, with all that registration admits and JavaScript could trip over."""
 
     @dcnet.magnitude
-    def rational(n, rho, alpha: positive = 1.0, new: learnable(start=0.5, floor=0.1) = 0.25):
+    def rational(n, rho, alpha: positive = 1.0, new: learnable(start=0.5, floor=0.1, least=0.05) = 0.25):
         """α·‖x‖/(‖x‖ + ρ) + new·‖x‖ </script><!-- <b>"""
         var = this = 1.0 / (n + rho)
         return alpha * n * var + new * n, alpha * rho * var * this + new, -alpha * n * var * var, n

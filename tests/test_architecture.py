@@ -21,19 +21,30 @@ ALLOWED = {
     "data": {"util", "formulas"},
     "deploy": {"util", "version", "formulas", "ops", "layers"},
     "training": {"util", "version", "formulas", "ops", "layers", "deploy", "models", "data", "robustness"},
-    "inspection": {"util", "ops", "layers", "models", "data", "robustness", "training"},
+    "inspection": {"util", "ops", "layers", "models", "data", "robustness", "explaining", "training"},
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
     "report": {"util", "version", "training", "inspection", "figures", "robustness"},
     "tables": {"util", "formulas", "training"},
     "robustness": {"util", "formulas"},
+    "explaining": {"util", "layers", "robustness"},
     "bench": {"util", "formulas", "ops", "layers", "models"},
     "cli": {
         *("util", "formulas", "ops", "layers", "models", "data", "training", "robustness"),
         *("inspection", "figures", "report", "explorer", "bench", "tables", "deploy", ""),
     },
     "__main__": {"cli"},
-    "": {"formulas", "ops", "layers", "deploy", "models", "training", "robustness", "version"},  # dcnet/__init__.py
+    "": {
+        "formulas",
+        "ops",
+        "layers",
+        "deploy",
+        "models",
+        "training",
+        "robustness",
+        "explaining",
+        "version",
+    },  # dcnet/__init__.py
 }
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import dcnet
 from dcnet import figures, m
 from dcnet.cli import app
 from dcnet.figures import FIGURES, make_figure
+from dcnet.inspection import explained_examples
+from dcnet.inspection.examples import decoded
 
 
 @pytest.fixture
@@ -38,6 +41,8 @@ def needs_attacks(name):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_drawn(name, runs, tmp_path):
+    if FIGURES[name].needs == "others":
+        pytest.importorskip("captum")
     folders = (
         []
         if not FIGURES[name].needs
@@ -69,6 +74,7 @@ def test_a_folder_that_is_none(name, tmp_path):
         ("radius", "has no metrics"),
         ("filters", "has no checkpoint.safetensors"),
         ("angles", "has no checkpoint.safetensors"),
+        ("contributions", "has no checkpoint.safetensors, and so no network to explain"),
         ("deepfool", "was not attacked yet; run: dcnet attack"),
         ("curves", "was not attacked yet"),
     ],
@@ -93,6 +99,36 @@ def test_other_refusals(runs, tmp_path):
     other = dcnet.train(dcnet.make_recipe("demo", steps=1), tmp_path / "nine", quiet=True)
     with pytest.raises(ValueError, match="nine has no two-dimensional features; train one with model=cnn6_2d"):
         make_figure("features", [other.folder])
+
+
+def test_contributions_show_the_sum_that_is_the_logit(runs):
+    found = explained_examples(runs[1])
+    assert [example["label"] for example in found["examples"]] == [0, 1, 2, 3, 4, 5]
+    images = torch.stack([decoded(example["image"], 1, example["size"]) for example in found["examples"]])
+    exact = dcnet.explain(runs[1].model, images)
+    assert [example["class"] for example in found["examples"]] == exact.target.tolist()
+    for example, map_of in zip(found["examples"], exact.maps, strict=True):
+        torch.testing.assert_close(torch.tensor(example["maps"]["contributions"]), map_of, rtol=1e-2, atol=1e-3)
+        pixels = sum(map(sum, example["maps"]["contributions"]))
+        assert pixels + example["bias"] == pytest.approx(example["logit"], rel=1e-3, abs=1e-3)
+        captions = figures.explanation_captions(example, found["classes"])
+        assert captions["contributions"].startswith(f"pixels {pixels:+.1f}"[:-2])
+        assert ("✗" in captions["image"]) == (example["class"] != example["label"])
+    drawn = make_figure("contributions", [runs[1].folder]).axes
+    assert len(drawn) == 12
+    map_axis = next(axis for axis in drawn if "contributions" in axis.get_ylabel())
+    shown = map_axis.images[0]
+    np.testing.assert_allclose(shown.get_array(), found["examples"][0]["maps"]["contributions"], rtol=1e-4, atol=1e-6)
+    low, high = shown.get_clim()
+    assert low == -high  # nothing is in the middle
+
+
+def test_explanations_without_captum(runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "captum", None)
+    result = CliRunner().invoke(app, ["figure", "explanations", str(runs[1].folder), "-o", str(tmp_path / "x.png")])
+    assert result.exit_code == 1
+    assert "pip install 'dcnet[explanations]'" in " ".join(result.output.split())
+    assert not (tmp_path / "x.png").exists()
 
 
 def test_a_users_formula_is_drawn(catalogue):

@@ -81,13 +81,66 @@ def test_slopes_are_capped(dtype):
 
 def test_power_cosine_slope_at_zero():
     for p in (1.0, 1.2, 2.0, 3.0):
-        _, slope = choose("angular", f"power_cosine:p={p}")(torch.zeros(1))
+        _, slope, in_p = choose("angular", f"power_cosine:p={p}")(torch.zeros(1))
         assert float(slope) == pytest.approx(1.0 if p == 1.0 else 0.0, abs=1e-5)
+        assert float(in_p) == 0.0
+
+
+def test_power_cosine_learns_its_exponent():
+    layer = dcnet.DecoupledConv2d(3, 4, 3, magnitude="linear", angular="power_cosine:p=learned").double()
+    assert layer.learned_parameters["p"].tolist() == [2.0] * 4
+    x = torch.randn(8, 3, 6, 6, dtype=torch.float64)
+    fixed = dcnet.DecoupledConv2d(3, 4, 3, magnitude="linear", angular="power_cosine:p=3").double()
+    fixed.load_state_dict(layer.state_dict(), strict=False)
+    before = float((layer(x) - fixed(x)).detach().square().mean())
+    optimizer = torch.optim.Adam([layer.raw_p], lr=0.1)
+    for _ in range(120):
+        optimizer.zero_grad()
+        (layer(x) - fixed(x).detach()).square().mean().backward()
+        optimizer.step()
+    assert layer.learned_parameters["p"].tolist() == pytest.approx([3.0] * 4, abs=0.05)
+    assert float((layer(x) - fixed(x)).detach().square().mean()) < 1e-3 * before
+    with torch.no_grad():
+        layer.raw_p.fill_(-0.0)
+        assert layer.learned_parameters["p"].tolist() == [1.0] * 4  # never below it
+    # no patch is seen, no slope is infinite
+    layer(torch.zeros(1, 3, 6, 6, dtype=torch.float64)).sum().backward()
+    assert torch.equal(layer.raw_p.grad.isfinite(), torch.ones(4, dtype=torch.bool))
+
+
+def test_what_learnable_takes():
+    assert str(learnable(start=2.0, floor=1.0, least=1.0)) == "a number ≥ 1"
+    assert str(learnable(start=2.0, floor=1.0)) == "a number > 0"
+    for options, message in [
+        ({"start": 2.0, "floor": -1.0}, r"learnable\(floor=-1.0\): the floor must not be negative"),
+        ({"start": 1.0, "floor": 1.0}, "the start must lie above the floor"),
+        ({"start": 2.0, "floor": 0.5, "least": 1.0}, "the floor must not lie below the least"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            learnable(**options)
+
+
+def test_sharpened_cosine_similarity(catalogue):
+    """sign(⟨w, x⟩)·(|⟨w, x⟩|/((‖w‖ + q)(‖x‖ + q)))^p: its p is the angular function's, its q the radius of a magnitude."""
+
+    @dcnet.magnitude(bounded=True)
+    def shrunk(n, rho, p: at_least(1.0) = 1.0):
+        """(‖x‖/(‖x‖ + ρ))^p"""
+        s = 1.0 / (n + rho)
+        q = m.power(m.maximum(n * s, 1e-30), p)
+        return q, p * q * rho * s / m.maximum(n, 1e-30), -p * q * s
+
+    x, w = torch.randn(5, 12, dtype=torch.float64), torch.randn(7, 12, dtype=torch.float64)
+    options = {"weighting": "separate", "radius": 0.3, "eps": 0.0}
+    found = dcnet.decoupled_linear(x, w, magnitude="shrunk:p=2.5", angular="power_cosine:p=2.5", **options)
+    dot = x @ w.T
+    expected = dot.sign() * (dot.abs() / ((w.norm(dim=1) + 0.3) * (x.norm(dim=1, keepdim=True) + 0.3))) ** 2.5
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
 
 
 def test_square_cosine_is_power_two():
     c = torch.linspace(-1, 1, 101, dtype=torch.float64)
-    for a, b in zip(choose("angular", "square_cosine")(c), choose("angular", "power_cosine:p=2")(c), strict=True):
+    for a, b in zip(choose("angular", "square_cosine")(c), choose("angular", "power_cosine:p=2")(c)[:2], strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -264,6 +317,7 @@ def test_specs_round_trip():
         ("magnitude", "seg:beta=0.25"),
         ("angular", "sigmoid:k=learned"),
         ("angular", "power_cosine:p=3"),
+        ("angular", "power_cosine:p=learned"),
         ("magnitude", "tanh:alpha=0.12345678901"),
     ]:
         assert str(choose(kind, spec)) == spec

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import ANGULARS
+from helpers import ANGULARS, LEARNED_LEAST, learned_by
 from torch.autograd import gradcheck, gradgradcheck
 
 import dcnet
@@ -24,8 +24,8 @@ def function_of_all(magnitude, angular, weighting):
     tensors = {"x": torch.randn(2, 4, 4, 3), "w": torch.randn(4, 2, 2, 2), "bias": torch.randn(4)}
     if dcnet.magnitudes()[magnitude].has_radius:
         tensors["radius"] = torch.rand(4) + 0.5
-    if "learned" in angular:
-        tensors["k"] = torch.rand(4) + 0.2
+    for name in learned_by(angular):
+        tensors[name] = torch.rand(4) + LEARNED_LEAST[name]
     tensors = {name: t.double().requires_grad_() for name, t in tensors.items()}
 
     def function(*values):
@@ -42,7 +42,7 @@ def function_of_all(magnitude, angular, weighting):
             weighting=weighting,
             radius=given.get("radius"),
             mean_norm="batch",
-            parameters={"k": given["k"]} if "k" in given else None,
+            parameters={name: given[name] for name in learned_by(angular)} or None,
             impl="eager",
         )
 
@@ -58,7 +58,7 @@ def test_gradcheck(magnitude, angular, weighting):
 @pytest.mark.parametrize(("magnitude", "angular", "weighting"), CHECKED)
 def test_gradgradcheck(magnitude, angular, weighting):
     function, values = function_of_all(magnitude, angular, weighting)
-    if angular in ("relu_cosine", "power_cosine:p=1.5"):
+    if angular in ("relu_cosine", "power_cosine:p=1.5", "power_cosine:p=learned"):
         pytest.skip("its second derivative jumps, or is unbounded, at cos θ = 0")
     assert gradgradcheck(function, values)
 

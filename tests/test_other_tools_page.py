@@ -26,7 +26,7 @@ def packages(code):
 @pytest.mark.parametrize(
     "code", BLOCKS, ids=lambda code: "-".join(sorted(packages(code) - {"torch", "dcnet"})) or "dcnet"
 )
-def test_the_code_runs(code, tmp_path, monkeypatch):
+def test_the_code_runs(code, tmp_path, monkeypatch, catalogue):
     missing = [name for name in packages(code) if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")

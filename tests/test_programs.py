@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcnet
 from dcnet import learnable, m
@@ -146,6 +147,35 @@ def test_a_number_of_one_and_repetitions_cost_nothing():
     operations = [node for node in run_of(pair.forward).graph.nodes if node.op.startswith("call")]
     assert len(operations) == 3  # tanh, one product, one sum
     assert pair.kept == 0  # no gradient needs it
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that give tensors of a certain size."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.counts = size, {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        result = function(*arguments, **(named or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.size:
+            name = function.overloadpacket.__name__
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return result
+
+
+def test_a_fixed_exponent_costs_nothing_more():
+    """The slope in p, and the logarithm it takes, are computed where p is learned; the power once, kept for backward."""
+    found = {}
+    for p in ("3", "learned"):
+        layer = dcnet.DecoupledConv2d(2, 4, 3, magnitude="linear", angular=f"power_cosine:p={p}")
+        layer(torch.randn(3, 2, 6, 6, requires_grad=True)).sum().backward()  # records the programs
+        with Counted(3 * 4 * 4 * 4) as counted:
+            layer(torch.randn(3, 2, 6, 6, requires_grad=True)).sum().backward()
+        found[p] = counted.counts
+    assert "log" not in found["3"]
+    assert found["3"]["pow"] == found["learned"]["pow"] == 1
+    assert found["learned"]["log"] == 1
 
 
 def test_no_map_is_kept_where_no_gradient_is_wanted(monkeypatch):

@@ -6,6 +6,7 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 
 from dcnet import robustness
 from dcnet.deploy import ExportReport, export, load_weights_
+from dcnet.explaining import Explanation, explain, explanations
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
     CoupleReport,
@@ -48,6 +49,7 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "Explanation",
     "ExportReport",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
@@ -68,6 +70,8 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "explain",
+    "explanations",
     "export",
     "from_pretrained",
     "fuse_",

@@ -50,7 +50,7 @@ def figure(
         drawn = make_figure(name, runs or [], data_root)
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(drawn, path, dpi)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         fail(error)
     say(f"{path} written")
 

@@ -1,5 +1,6 @@
 """Figures: each a function that draws on a matplotlib axis, and by name a whole one."""
 
+from dcnet.figures.explanations import draw_explanation, explanation_captions
 from dcnet.figures.features import draw_features
 from dcnet.figures.functions import draw_angulars, draw_magnitudes
 from dcnet.figures.gallery import FIGURES, attacks_of, make_figure, metrics_of, titles_of
@@ -26,6 +27,7 @@ __all__ = [
     "draw_deepfool",
     "draw_eps",
     "draw_example",
+    "draw_explanation",
     "draw_features",
     "draw_filters",
     "draw_geometry",
@@ -37,6 +39,7 @@ __all__ = [
     "draw_steps",
     "example_captions",
     "example_pictures",
+    "explanation_captions",
     "learned_parameters",
     "make_figure",
     "metrics_of",

@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from dcnet.figures.explanations import explanations_figure
 from dcnet.figures.features import features_figure
 from dcnet.figures.functions import functions_figure
 from dcnet.figures.geometry import geometry_figure
@@ -13,7 +14,7 @@ from dcnet.figures.layers import angles_figure, filters_figure
 from dcnet.figures.response import response_figure
 from dcnet.figures.robustness import Attacks, adversarial_figure, curves_figure, deepfool_figure
 from dcnet.figures.training import convergence_figure, learned_figure
-from dcnet.inspection import inspect_run
+from dcnet.inspection import explained_examples, inspect_run
 from dcnet.training import Run
 from dcnet.util.suggest import nearest
 from dcnet.util.text import printable
@@ -21,7 +22,8 @@ from dcnet.util.text import printable
 
 @dataclass(frozen=True)
 class Kind:
-    """A figure: what it shows, and what of each run it needs: "metrics", "inspection", "attacks", or "" where it needs no run."""
+    """A figure: what it shows, and what of each run it needs: "metrics", "inspection", "attacks", "contributions", the same beside
+    "others" by captum, or "" where it needs no run."""
 
     shows: str
     needs: str
@@ -38,6 +40,12 @@ FIGURES = {
     "angles": Kind("θ and ‖x‖ that each layer sees on test images", "inspection", angles_figure),
     "features": Kind("two-dimensional features of cnn6_2d by class", "inspection", features_figure),
     "adversarial": Kind("images, perturbations, predictions before and after", "inspection", adversarial_figure),
+    "contributions": Kind("what each pixel adds to the logit, on test images", "contributions", explanations_figure),
+    "explanations": Kind(
+        "the same beside Grad-CAM and integrated gradients (pip install 'dcnet[explanations]')",
+        "others",
+        explanations_figure,
+    ),
     "deepfool": Kind("sorted sizes of DeepFool's perturbations", "attacks", deepfool_figure),
     "curves": Kind("accuracy under PGD against ε, and against steps", "attacks", curves_figure),
 }
@@ -59,6 +67,8 @@ def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Pat
         "metrics": metrics_of,
         "attacks": attacks_of,
         "inspection": lambda run: inspect_run(run, data_root),
+        "contributions": lambda run: explained_examples(run, data_root),
+        "others": lambda run: explained_examples(run, data_root, others=True),
     }
     return kind.make({title: parts[kind.needs](run) for title, run in zip(titles_of(found), found, strict=True)})
 

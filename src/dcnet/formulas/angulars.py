@@ -1,7 +1,7 @@
 """The six angular functions g of c = cos θ: value, slope in c, slope in each learnable parameter."""
 
 from dcnet.formulas import m
-from dcnet.formulas.catalogue import angular, at_least, learnable
+from dcnet.formulas.catalogue import angular, learnable
 
 
 @angular
@@ -49,8 +49,10 @@ def relu_cosine(c):
 
 
 @angular
-def power_cosine(c, p: at_least(1.0) = 2.0):
+def power_cosine(c, p: learnable(start=2.0, floor=1.0, least=1.0) = 2.0):
     """sign(cos θ)·|cos θ|^p"""
-    # the floor keeps 0^(p−1) and its derivative finite for every p ≥ 1, p = 1 included
-    a = m.power(m.maximum(m.abs(c), 1e-30), p - 1.0)
-    return c * a, p * a
+    # the floor keeps 0^(p−1), its derivative and log 0 finite for every p ≥ 1, p = 1 included
+    s = m.maximum(m.abs(c), 1e-30)
+    a = m.power(s, p - 1.0)
+    value = c * a
+    return value, p * a, value * m.log(s)

@@ -65,13 +65,18 @@ def at_least(low: float) -> Range:
     return Range(low=low)
 
 
-def learnable(start: float, floor: float) -> Learnable:
-    """The annotation of a parameter that may be learned per kernel: |raw| + floor, starting at `start`."""
+def learnable(start: float, floor: float, least: float | None = None) -> Learnable:
+    """The annotation of a parameter that may be learned per kernel: |raw| + floor, starting at `start`.
+
+    least: what a fixed value must not be below; without it, a fixed value must be positive.
+    """
     if not floor >= 0.0:
         raise ValueError(f"learnable(floor={floor}): the floor must not be negative")
     if not start > floor:
         raise ValueError(f"learnable(start={start}, floor={floor}): the start must lie above the floor")
-    return Learnable(low=0.0, open=True, start=start, floor=floor)
+    if least is not None and not least <= floor:
+        raise ValueError(f"learnable(floor={floor}, least={least}): the floor must not lie below the least")
+    return Learnable(low=0.0 if least is None else least, open=least is None, start=start, floor=floor)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = No
             known = _known(path)
             if all(known.get(name) == value for name, value in key.items()):
                 return known
-    found = key | _inspected(run.model, _data(run.recipe.data, str(data_root)), eps)
+    found = key | _inspected(run.model, shared_data(run.recipe.data, str(data_root)), eps)
     with contextlib.suppress(OSError):  # in a folder that cannot be written to it is made again next time
         write_atomically(path, (json.dumps(found, ensure_ascii=False) + "\n").encode())
     return found
@@ -67,7 +67,8 @@ def _known(path: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _data(name: str, root: str) -> DataSet:
+def shared_data(name: str, root: str) -> DataSet:
+    """Return the data set of that name, which several runs share."""
     return load_data(name, root)
 
 

@@ -15,6 +15,7 @@ from dcnet.layers.couple import CoupleReport, couple_
 from dcnet.layers.decoupled import Decoupled, LayerOptions, decoupled_layers, plain_state_dict
 from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.linear import DecoupledLinear
+from dcnet.layers.linear_form import Explaining
 from dcnet.layers.optimization import (
     WeightProjection,
     orthogonal_penalty,
@@ -38,6 +39,7 @@ __all__ = [
     "DecoupledConv2d",
     "DecoupledConv3d",
     "DecoupledLinear",
+    "Explaining",
     "FuseReport",
     "HandsOn",
     "LayerOptions",

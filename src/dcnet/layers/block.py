@@ -6,6 +6,7 @@ from torch.fx import Proxy
 
 from dcnet.layers.chain import HandsOn
 from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.linear_form import is_explained
 from dcnet.layers.post_ops import FUSED_NORMS, post_ops_of
 from dcnet.ops import ACTIVATIONS, ONLY_RELU, activate
 from dcnet.util.compat import changed_by_fsdp, hooked
@@ -37,6 +38,8 @@ class Block(HandsOn):
         # torch.fx records one module after the other; FSDP2 casts what it finds among a layer's keyword arguments, and
         # running averages would move in a copy
         if isinstance(x, Proxy) or not isinstance(conv, Decoupled) or changed_by_fsdp(conv):
+            return self._one_by_one(x, residual), None
+        if conv.explained_by and is_explained(conv):  # every module shows by itself what it does
             return self._one_by_one(x, residual), None
         if type(norm) in FUSED_NORMS:
             post_ops = post_ops_of(norm, residual, self.activation, self.slope)

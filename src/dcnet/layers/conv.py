@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
-from dcnet.ops import EPS, Geometry, known_geometry, make_geometry
+from dcnet.ops import EPS, Geometry, known_geometry, make_geometry, patch_norm
 from dcnet.util.compat import LazyConvXdMixin
 
 
@@ -21,6 +21,7 @@ class _DecoupledConv(Decoupled):
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
     padding_mode: str
+    _conv_forward: Callable[..., Tensor]  # the plain convolution's
 
     def __init__(
         self,
@@ -57,6 +58,15 @@ class _DecoupledConv(Decoupled):
         make = make_geometry if torch.compiler.is_compiling() else known_geometry
         shape = (self.kernel_size, self.stride, self.padding, self.dilation)
         return make(*shape, self.groups, self.padding_mode, len(self.kernel_size))
+
+    def _plain(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self._conv_forward(x, kernel, None)
+
+    def _patch_norms(self, x: Tensor) -> Tensor:
+        batched = x.dim() == self.weight.dim()
+        where = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode, self.eps)
+        norms = patch_norm(x if batched else x.unsqueeze(0), *where)
+        return norms if batched else norms.squeeze(0)
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from dcnet.formulas import Choice, Formula, Learnable
+from dcnet.layers.linear_form import Explaining, is_explained, linear_form
 from dcnet.ops import (
     EPS,
     BatchMean,
@@ -99,6 +100,7 @@ class Decoupled(nn.Module):
     constrained = True
     weighted_gradient: Any = None  # what `weight_gradients_` puts here
     fusion: Any = None  # what `fuse_` puts here: the BatchNorm and activation whose work this layer does
+    explained_by: tuple[Explaining, ...] = ()  # what `dcnet.explanations` puts here
 
     def _init_decoupling(self, options: LayerOptions) -> None:
         """Add what decoupling needs to a constructed plain layer; raise before anything is changed."""
@@ -185,6 +187,9 @@ class Decoupled(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return `forward`'s result for x with this energy, and, if asked to leave it, the result's energy or None."""
         check_input(x, "input")
+        if self.explained_by and is_explained(self):
+            y = linear_form(self, x)
+            return y if post_ops is None else post_ops.apply(y), None
         if self.weighted_gradient is not None:
             self.weighted_gradient.of(self.weight)
         mean_norm: MeanNorm = None

@@ -79,10 +79,12 @@ class Fusion:
             self.result = ref(y) if fused else None
         return y
 
-    def _holds(self, conv: nn.Module) -> bool:
+    def _holds(self, conv: Any) -> bool:
         """Tell whether the modules are those that were fused, without hooks that want to see what lies between them."""
         # a replica of nn.DataParallel shares this object with the others, each on a device of its own
         if not self.conv.holds(conv) or hooked(conv) or getattr(conv, "_is_replica", False):
+            return False
+        if conv.explained_by:  # every module shows by itself what it does
             return False
         for place in (self.norm,) if self.activation is None else (self.norm, self.activation):
             module = place.parent._modules.get(place.name)

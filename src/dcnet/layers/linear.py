@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
-from dcnet.ops import EPS, LINEAR, Geometry
+from dcnet.ops import EPS, LINEAR, Geometry, compute_dtype, root
 
 
 class DecoupledLinear(Decoupled, nn.Linear):
@@ -39,3 +40,9 @@ class DecoupledLinear(Decoupled, nn.Linear):
 
     def _geometry(self) -> Geometry:
         return LINEAR
+
+    def _plain(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return F.linear(x, kernel)
+
+    def _patch_norms(self, x: Tensor) -> Tensor:
+        return root(x.to(compute_dtype(x)).square().sum(-1, keepdim=True), self.eps)

@@ -141,7 +141,8 @@ def _annotation(bounds: object) -> ast.expr | None:
     """A parameter's range as its annotation says it."""
     low, is_open = getattr(bounds, "low", float("-inf")), getattr(bounds, "open", False)
     if isinstance(bounds, Learnable):
-        text = f"learnable(start={bounds.start!r}, floor={bounds.floor!r})"
+        least = "" if is_open else f", least={low!r}"
+        text = f"learnable(start={bounds.start!r}, floor={bounds.floor!r}{least})"
     elif low == float("-inf"):
         return None
     else:

@@ -1,0 +1,104 @@
+"""The scripts under benchmarks/ that compare layers on a CPU: what they count, what they run, and that the README says what was recorded."""
+
+import csv
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import geometries_cpu
+    import in_turns
+    import peers_cpu
+
+    yield in_turns, peers_cpu, geometries_cpu
+    for module in (in_turns, peers_cpu, geometries_cpu):
+        del sys.modules[module.__name__]
+
+
+def test_memory_is_counted(scripts):
+    class Keeps(nn.Module):
+        """Keeps three maps for its backward pass, of which one is its output; a fourth is there for a moment."""
+
+        def forward(self, x):
+            return (x + 1.0).exp().exp() + 0.0 * (x + 2.0).detach().sum()
+
+    held, peak = scripts[0].held_and_peak(Keeps(), (4, 256, 256))
+    assert held == pytest.approx(3.0, abs=0.01)  # two results of exp, and the sum; each 1 MiB
+    assert 4.0 <= peak <= 6.1
+    held, _ = scripts[0].held_and_peak(nn.Conv2d(4, 8, 3, padding=1, bias=False), (1, 4, 256, 256))
+    assert held == pytest.approx(2.0, abs=0.01)  # its output: the input was there
+
+
+def test_steps_take_turns(scripts):
+    order, ticks = [], iter(range(1000))
+    steps = {name: (lambda name=name: order.append(name)) for name in ("plain", "ours")}
+    times = scripts[0].seconds_in_turns(steps, 3, lambda: float(next(ticks)))
+    assert order[4:] == ["plain", "ours"] * 3  # the first two of each are not timed
+    assert times == {"plain": [1.0] * 3, "ours": [1.0] * 3}
+    assert scripts[0].ratios({"plain": [1.0, 2.0, 4.0], "ours": [2.0, 2.0, 12.0]}, "plain")["ours"] == 2.0
+
+
+def test_every_geometry_is_one(scripts):
+    for geometry in scripts[2].GEOMETRIES:
+        layer = nn.Conv2d(geometry.inputs, geometry.outputs, geometry.kernel, **geometry.options, device="meta")
+        size = layer(torch.empty(1, geometry.inputs, geometry.size, geometry.size, device="meta")).shape[2]
+        assert size == -(-geometry.size // geometry.stride)
+    assert "256→256 3×3 at 32², dilation 36, groups 256" in map(str, scripts[2].GEOMETRIES)
+
+
+def test_the_transcribed_formula(scripts):
+    layer = scripts[1].SharpenedCosine(3, 4, 3, 1)
+    x = torch.randn(2, 3, 6, 5)
+    patches = nn.functional.unfold(x, 3, padding=1)  # (N, 27, positions)
+    weight = layer.weight.flatten(1)
+    dot = torch.einsum("ki,nip->nkp", weight, patches)
+    norms = (weight.norm(dim=1)[:, None] + 0.1) * (patches.norm(dim=1, keepdim=True) + 0.1)
+    expected = dot.sign() * (dot.abs() / norms) ** 2
+    torch.testing.assert_close(layer(x).flatten(2), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_record_is_written(scripts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["geometries_cpu.py", "--only", "resnext", "--batch", "1", "--repeats", "1", "--out", str(tmp_path / "x.csv")],
+    )
+    scripts[2].main()
+    with (tmp_path / "x.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["layer"] == "128→128 3×3 at 56², groups 32"
+    assert float(row["time"]) > 0.0
+    assert float(row["held memory"]) >= 1.0
+    assert "wall clock" in row["how"]
+    assert "ResNeXt-50" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["geometries_cpu.py", "--only", "alexnet"])
+    with pytest.raises(SystemExit, match=r"no such network; there are DeepLabV3\+"):
+        scripts[2].main()
+
+
+def test_the_readme_says_what_was_recorded():
+    with (RESULTS / "peers_cpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def median(layer, column):
+        return f"{statistics.median(float(row[column]) for row in rows if row['layer'].startswith(layer)):.2f}"
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for label, column, before, between in (
+        ("one 3×3 layer on a CPU: time", "time", " as B-cos", " tanh + cosine"),
+        ("… peak memory", "peak memory", "", ""),
+        ("… memory held for backward, with the output", "held memory", "", ""),
+    ):
+        ours = f"{median('dcnet, linear + power', column)}{before}, {median('dcnet, tanh', column)}{between}"
+        others = f"{median('bcos', column)} | {median('sharpened', column)}"
+        assert f"| {label} | {ours} | – | {others} |" in text
