@@ -259,7 +259,7 @@ def test_reasons(catalogue, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
         ValueError,
-        match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64.*; the magnitude 'many' has 4 parameters",
+        match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64",
     ):
         dcnet.decoupled_conv2d(
             torch.randn(1, 3, 5, 5).double(), torch.randn(4, 3, 3, 3).double(), magnitude="many", impl="fused"
