@@ -1,6 +1,7 @@
 """The imports go one way, and `import dcnet` is light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,61 @@ def test_imports_go_one_way(path):
     assert part in ALLOWED, f"{part!r} has no place in the architecture yet"
     upwards = imported_parts(path) - ALLOWED[part] - {part}
     assert not upwards, f"{path.relative_to(ROOT)} imports {upwards}, which lies above it"
+
+
+# Inside `ops`, from the ground up: a module imports only what stands before it (`fused` is imported where it is used).
+OPS = [
+    *("checks", "geometry", "norms", "operator", "mean_norm", "activations", "post_ops", "inputs"),
+    *("reference", "composite", "cpu", "fused", "dispatch", "api", "flops", ""),
+]
+FUSED = [
+    *(
+        "layout",
+        "launcher",
+        "once",
+        "triton_math",
+        "triton_math16",
+        "kernels",
+        "formulas",
+        "operands",
+        "norm_plan",
+        "tiles",
+    ),
+    *("plan", "op", "library", "autograd", "api", ""),
+]
+CPU = ["chunks", "tanh_interpolation", "rewriting", "record", "passes", "autograd", ""]
+
+
+@pytest.mark.parametrize(("folder", "order"), [("ops", OPS), ("ops/fused", FUSED), ("ops/cpu", CPU)])
+def test_imports_inside_ops_go_one_way(folder, order):
+    package = "dcnet." + folder.replace("/", ".")
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        inner = path.relative_to(ROOT / folder).parts
+        here = inner[0].removesuffix(".py").replace("__init__", "") if len(inner) == 1 else inner[0]
+        assert here in order, f"{package}.{here} has no place in the order yet"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (
+                node.module == package or (node.module or "").startswith(package + ".")
+            ):
+                rest = (node.module or "").removeprefix(package).strip(".").split(".")[0]
+                for name in [rest] if rest else [alias.name for alias in node.names]:
+                    lower = name == here or order.index(name) < order.index(here)
+                    assert lower, f"{path.relative_to(ROOT)} imports {name}, which stands above it"
+
+
+PRIVATE = re.compile(r"\btorch\._[a-zA-Z]|\._C\b|forward_ad\._|nn\.modules\.\w+\._|\bimport _[A-Z]|_unsafe_update_src")
+
+
+def test_private_names_are_in_one_file():
+    """Of PyTorch and Triton. PyTorch's manual itself says `torch._inductor.aoti_load_package` and `torch.utils._pytree`."""
+    found = {
+        f"{path.relative_to(ROOT)}:{number}": line.strip()
+        for path in SOURCES
+        if path != ROOT / "util" / "compat.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PRIVATE.search(line.replace("torch._inductor", "")) and "logging" not in line and '"torch._export"' not in line
+    }
+    assert found == {}
 
 
 def test_the_test_sees_a_reversed_arrow(tmp_path):

@@ -250,20 +250,24 @@ def test_compiled(groups):
         torch.testing.assert_close(compiled(x), expected(x), rtol=1e-4, atol=1e-5)
 
 
-def test_reasons(catalogue, monkeypatch):
+def test_any_number_of_parameters(catalogue):
     @dcnet.magnitude
     def many(n, a=1.0, b=1.0, c=1.0, d=1.0):
         """a·b·c·d·‖x‖"""
         return a * b * c * d * n, a * b * c * d
 
+    x, weight = torch.randn(1, 3, 5, 5, device=DEVICE), torch.randn(4, 3, 3, 3, device=DEVICE)
+    fused, expected = (
+        dcnet.decoupled_conv2d(x, weight, magnitude="many:a=2,c=0.5,d=3", impl=impl) for impl in ("fused", "reference")
+    )
+    torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_reasons(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(
-        ValueError,
-        match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64",
-    ):
-        dcnet.decoupled_conv2d(
-            torch.randn(1, 3, 5, 5).double(), torch.randn(4, 3, 3, 3).double(), magnitude="many", impl="fused"
-        )
+    x, weight = torch.randn(1, 3, 5, 5).double(), torch.randn(4, 3, 3, 3).double()
+    with pytest.raises(ValueError, match=r"impl='fused' cannot run here: the input is on cpu.*; the input is float64"):
+        dcnet.decoupled_conv2d(x, weight, impl="fused")
     assert "TRITON_INTERPRET" not in os.environ
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +12,7 @@ from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
 from dcnet.layers.costs import call
 from dcnet.layers.inference import Inference
+from dcnet.util.compat import BatchNorm
 
 
 def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
@@ -117,7 +117,7 @@ class _Uses(TorchFunctionMode):
 
 def _is_foldable(module: nn.Module) -> bool:
     if (
-        not isinstance(module, _BatchNorm)
+        not isinstance(module, BatchNorm)
         or module.running_mean is None
         or module._forward_hooks
         or module._forward_pre_hooks

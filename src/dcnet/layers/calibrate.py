@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.observe import Moments, Observed, channels, evaluating, hooks
 from dcnet.ops import make_operator
+from dcnet.util.compat import BatchNorm
 
 LOST = 0.02  # of the signal of a layer, by the bend of h
 _RADII = [2.0 ** (i / 4) for i in range(25)]  # that are tried, in units of E{‖x‖}: 1, where a new layer has it, to 64
@@ -118,7 +118,7 @@ def _scale_and_shift(wanted: Moments, given: Moments) -> tuple[Tensor, Tensor]:
     return a, wanted.mean - a * given.mean
 
 
-def _into_norm_(norm: _BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
+def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
     """Make the BatchNorm give for f what it gave for a·f + d."""
     variance = y.variance if norm.running_var is None else norm.running_var.double()
     if norm.running_mean is not None and norm.running_var is not None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dcnet.layers.statistics import input_of
 from dcnet.ops import EPS, compute_dtype, patch_norm
+from dcnet.util.compat import BatchNorm
 
 _SAMPLES = 2**14  # patch norms of a layer and call that are kept
 
@@ -49,7 +49,7 @@ class Observed:
     following: set[Any] = field(default_factory=set)  # BatchNorms its output goes to, and None if it goes elsewhere
 
     @property
-    def norm(self) -> _BatchNorm | None:
+    def norm(self) -> BatchNorm | None:
         """The BatchNorm that alone sees the output."""
         (only,) = self.following if len(self.following) == 1 else (None,)
         return only
@@ -78,7 +78,7 @@ def prepare(batches: Iterable[Any], model: nn.Module) -> list[Tensor]:
 def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]) -> dict[str, Observed]:
     """Run the trained network in evaluation mode, and return what each of the layers that ran has seen and given, by name."""
     found: dict[str, Observed] = {name: Observed() for name in layers}
-    fed: dict[_BatchNorm, set[str | None]] = {}
+    fed: dict[BatchNorm, set[str | None]] = {}
     with _Consumers() as consumers, evaluating(model), hooks() as handles:
 
         def seen(name: str) -> Any:
@@ -99,7 +99,7 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
 
         handles += [layer.register_forward_hook(seen(name)) for name, layer in layers.items()]
         for module in model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNorm):
                 handles.append(module.register_forward_pre_hook(entered))
                 handles.append(module.register_forward_hook(lambda *_: consumers.leave()))
         for x in inputs:
@@ -150,7 +150,7 @@ class _Consumers(TorchFunctionMode):
         reference, name, following = self.watched.get(id(value), (None, "", set()))
         return (name, following) if reference is not None and reference() is value else None
 
-    def enter(self, x: Tensor, norm: _BatchNorm) -> str | None:
+    def enter(self, x: Tensor, norm: BatchNorm) -> str | None:
         """A BatchNorm begins; return the name of the layer its input comes from."""
         self.inside += 1
         known = self._found(x)

@@ -24,6 +24,7 @@ from dcnet.training.recipe import Recipe, recorded
 from dcnet.training.run import Run, build_model
 from dcnet.training.schedule import Schedule
 from dcnet.training.settings import autocast_of
+from dcnet.util.compat import lerp_all_
 
 
 class TrainingState:
@@ -274,7 +275,7 @@ class _Average:
         mine, its = [*self.model.parameters(), *self.model.buffers()], [*model.parameters(), *model.buffers()]
         pairs = list(zip(mine, its, strict=True))
         floats = [(a, b) for a, b in pairs if a.is_floating_point()]
-        torch._foreach_lerp_([a for a, _ in floats], [b for _, b in floats], 1.0 - self.decay)
+        lerp_all_([a for a, _ in floats], [b for _, b in floats], 1.0 - self.decay)
         for a, b in pairs:
             if not a.is_floating_point():
                 a.copy_(b)

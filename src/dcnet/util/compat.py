@@ -65,6 +65,11 @@ def changed_by_fsdp(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks_with_kwargs)
 
 
+def lerp_all_(tensors: list[Tensor], others: list[Tensor], weight: float) -> None:
+    """Move each tensor towards its other by the weight, in one launch for many."""
+    torch._foreach_lerp_(tensors, others, weight)
+
+
 # -- shortcuts ---------------------------------------------------------------------------------------------------------
 
 
