@@ -2,7 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test slow lint bench mutants sanitize clean
+ECOSYSTEM := .venv-ecosystem
+
+.PHONY: demo test slow lint bench ecosystem mutants sanitize clean
 
 ## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in under two minutes
 demo: $(READY)
@@ -10,7 +12,11 @@ demo: $(READY)
 
 ## test: the whole suite
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -rs
+
+## ecosystem: the tests that meet other people's packages, all of them installed in a virtual environment of its own (some GB); none may be skipped
+ecosystem: $(ECOSYSTEM)/.ready
+	DCNET_ECOSYSTEM=1 $(ECOSYSTEM)/bin/python -m pytest -n 2 --dist worksteal -rs $$(grep -l "needs(" tests/test_*.py)
 
 ## slow: the checks that take minutes, such as killing a training run twenty times
 slow: $(READY)
@@ -42,5 +48,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
+# apart from .venv: what these packages ask for must not decide what everybody else tests with
+$(ECOSYSTEM)/.ready: pyproject.toml constraints.txt
+	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev,ecosystem]"
+	touch $@
+
 clean:
-	rm -rf .venv build runs src/*.egg-info
+	rm -rf .venv $(ECOSYSTEM) build runs src/*.egg-info

@@ -1,11 +1,14 @@
 """Random geometries, every operator of the catalogue, and the error rule all implementations are held to."""
 
 import copy
+import importlib
 import math
+import os
 import socket
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
@@ -26,6 +29,13 @@ OPERATORS = [
 ]
 FUNCTIONS = {0: dcnet.decoupled_linear, 1: dcnet.decoupled_conv1d, 2: dcnet.decoupled_conv2d, 3: dcnet.decoupled_conv3d}
 PLAIN = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def needs(package):
+    """The module of that name, or else a skip that names it; where everything should be installed (`make ecosystem`), an error."""
+    if os.environ.get("DCNET_ECOSYSTEM"):
+        return importlib.import_module(package)
+    return pytest.importorskip(package, reason=f"{package} is not installed; `make ecosystem` installs it")
 
 
 def learned_by(angular):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from helpers import needs
 from torch import nn
 
 import dcnet
@@ -367,7 +368,7 @@ def test_a_conversion_written_down_and_done_again():
 
 
 def test_a_model_of_transformers_comes_back_converted(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
     )

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from helpers import needs
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -82,7 +83,7 @@ def test_quantization_by_fx_leaves_decoupled_layers_in_floating_point():
 
 
 def test_torchvision_extracts_features():
-    pytest.importorskip("torchvision")
+    needs("torchvision")
     from torchvision.models import resnet18
     from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -94,7 +95,7 @@ def test_torchvision_extracts_features():
 
 
 def test_torchvision_has_subclasses_that_compute_the_same():
-    pytest.importorskip("torchvision")
+    needs("torchvision")
     from torchvision.models.video import r3d_18
 
     report = dcnet.decouple_(r3d_18())
@@ -189,7 +190,7 @@ def test_pytorch_counts_the_operators_of_compiled_graphs(monkeypatch):
 
 
 def test_fvcore_counts_the_epilogue_too():
-    fvcore = pytest.importorskip("fvcore.nn")
+    fvcore = needs("fvcore.nn")
     x = images(2, 3, 20, 20)
     plain = fvcore.FlopCountAnalysis(network(None).eval(), x).total()
     operators = [(name, "cosine") for name in dcnet.magnitudes()] + [
@@ -210,7 +211,7 @@ def test_fvcore_counts_the_epilogue_too():
 
 
 def test_timm_does_not_reparameterize_converted_blocks():
-    timm = pytest.importorskip("timm")
+    timm = needs("timm")
     from timm.utils import reparameterize_model
 
     model = timm.create_model("repvgg_a0", num_classes=5).eval()
@@ -221,7 +222,7 @@ def test_timm_does_not_reparameterize_converted_blocks():
 
 
 def test_timm_layers_with_arithmetic_of_their_own():
-    layers = pytest.importorskip("timm.layers")
+    layers = needs("timm.layers")
     kinds = ("StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame", "Conv2dSame")
     model = nn.Sequential(*[getattr(layers, kind)(4, 4, 3, stride=2) for kind in kinds]).double()
     x = images(2, 4, 70, 71).double()
@@ -231,7 +232,7 @@ def test_timm_layers_with_arithmetic_of_their_own():
 
 
 def test_tensorboard_draws_the_graph(tmp_path):
-    pytest.importorskip("tensorboard")
+    needs("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
@@ -244,8 +245,8 @@ def test_tensorboard_draws_the_graph(tmp_path):
 @pytest.mark.parametrize(("magnitude", "angular"), [("tanh", "linear"), ("seg", "sigmoid:k=learned")])
 def test_exported_to_onnx(tmp_path, dynamo, magnitude, angular):
     """The old exporter divides pooled sums whatever it is told; the layers do not pool there."""
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    runtime = needs("onnxruntime")
+    needs("onnxscript")
     model = network(magnitude, angular)
     model[5] = nn.AdaptiveAvgPool2d(1)  # the old exporter has no other behind a layer with groups
     model[7] = nn.Identity()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import OPERATORS, learned_by
+from helpers import OPERATORS, learned_by, needs
 from torch import nn
 
 import dcnet
@@ -225,7 +225,7 @@ def test_our_networks(name, options):
 
 @pytest.mark.parametrize(("package", "magnitude"), [("torchvision", "tanh"), ("timm", "seg")])
 def test_converted_networks_of_other_packages(package, magnitude):
-    pytest.importorskip(package)
+    needs(package)
     if package == "timm":
         import timm
 
@@ -242,7 +242,7 @@ def test_converted_networks_of_other_packages(package, magnitude):
 
 def test_captum_agrees():
     """In this mode its input × gradient is our contribution."""
-    attr = pytest.importorskip("captum.attr")
+    attr = needs("captum.attr")
     model, x = stirred(small("ball", "sigmoid", norm=True, bias=True)), images(3, 3, 8, 8)
     found = dcnet.explain(model, x, target=2)
     with dcnet.explanations(model):
@@ -251,7 +251,7 @@ def test_captum_agrees():
 
 
 def test_grad_cam_and_integrated_gradients():
-    pytest.importorskip("captum")
+    needs("captum")
     model, x = stirred(small("tanh", "cosine", norm=True, bias=True)), images(3, 3, 8, 8)
     target = torch.tensor([0, 1, 2])
     map_of = grad_cam(model, x, target)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import attack_briefly
+from helpers import attack_briefly, needs
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
@@ -42,7 +42,7 @@ def needs_attacks(name):
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_drawn(name, runs, tmp_path):
     if FIGURES[name].needs == "others":
-        pytest.importorskip("captum")
+        needs("captum")
     folders = (
         []
         if not FIGURES[name].needs

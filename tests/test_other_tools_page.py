@@ -2,10 +2,10 @@
 
 import ast
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers import needs
 
 PAGE = Path(__file__).parent.parent / "docs" / "other-tools.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -27,9 +27,8 @@ def packages(code):
     "code", BLOCKS, ids=lambda code: "-".join(sorted(packages(code) - {"torch", "dcnet"})) or "dcnet"
 )
 def test_the_code_runs(code, tmp_path, monkeypatch, catalogue):
-    missing = [name for name in packages(code) if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
+    for name in packages(code):
+        needs(name)
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "page"}
     exec(compile(code, str(PAGE), "exec"), scope)

@@ -198,6 +198,10 @@ class Decoupled(nn.Module):
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
             has_mean = recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())
             if self.training and has_mean:
+                if torch.onnx.is_in_onnx_export():
+                    raise RuntimeError(
+                        "ONNX has no operator that moves E{‖x‖}, a decoupled layer's running average; call model.eval() first"
+                    )
                 mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
                 mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
