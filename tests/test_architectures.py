@@ -14,7 +14,16 @@ import dcnet
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TIMM = [
-    *("resnet18", "resnet14t", "resnext26ts", "seresnext26ts", "skresnet18", "resnest14d", "res2net50_14w_8s", "vgg11"),
+    *(
+        "resnet18",
+        "resnet14t",
+        "resnext26ts",
+        "seresnext26ts",
+        "skresnet18",
+        "resnest14d",
+        "res2net50_14w_8s",
+        "dpn48b",
+    ),
     *(
         "efficientnet_b0",
         "tf_efficientnet_b0",
@@ -55,7 +64,7 @@ TORCHVISION = [
         "efficientnet_b0",
         "mnasnet0_5",
     ),
-    *("convnext_tiny", "densenet121", "alexnet"),
+    *("convnext_tiny", "densenet121", "mobilenet_v2"),
 ]
 SMP = ["Unet", "UnetPlusPlus", "FPN", "PSPNet", "DeepLabV3Plus", "Linknet"]
 NAMES = (
@@ -138,7 +147,7 @@ def test_a_training_step_is_finite_with_every_magnitude(name):
         "timm:regnety_002",
         "timm:mobilenetv3_small_050",
         "timm:resnest14d",
-        "timm:hgnetv2_b0",
+        "timm:hgnet_tiny",
         "torchvision:efficientnet_b0",
     ],
 )

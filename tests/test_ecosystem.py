@@ -1,5 +1,6 @@
 """Layers in the hands of other tools: torch.fx, torch.jit.trace, counters of operations; timm, torchvision, fvcore where they are installed."""
 
+import copy
 import io
 
 import pytest
@@ -229,6 +230,24 @@ def test_timm_layers_with_arithmetic_of_their_own():
     before = model(x)
     assert dcnet.decouple_(model, "linear", "cosine", weighting="linear").converted == list("01234")
     torch.testing.assert_close(model(x), before)
+
+
+def test_peft_adapters_stay_beside_the_layer_and_are_not_merged():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights=False))
+    x = images(2, 3, 8, 8)
+    before = model(x)
+    report = dcnet.decouple_(copy.deepcopy(model), "linear", "cosine", weighting="linear")
+    assert [name.rpartition(".")[2] for name in report.converted] == ["base_layer", "base_layer"]
+    assert all("a factor of an adapter" in reason for reason in report.skipped.values())
+    same = copy.deepcopy(model)
+    dcnet.decouple_(same, "linear", "cosine", weighting="linear")
+    torch.testing.assert_close(same(x), before)
+    dcnet.decouple_(model, "tanh")
+    assert model(x).isfinite().all()
+    with pytest.raises(RuntimeError, match="merges kernels as if layers were linear in them"):
+        model.merge_adapter()
 
 
 def test_tensorboard_draws_the_graph(tmp_path):

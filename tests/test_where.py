@@ -142,6 +142,10 @@ def test_adapters_are_left_alone_and_not_merged():
     dcnet.decouple_(model)
     with pytest.raises(RuntimeError, match=r"0.merge\(\) merges kernels .* '0.base_layer' is decoupled"):
         model[0].merge(safe_merge=True)
+    stages = nn.ModuleDict(
+        {"base_layer": nn.Sequential(nn.Conv2d(3, 3, 1)), "level1": nn.Conv2d(3, 3, 1)}
+    )  # no adapter
+    assert dcnet.decouple_(stages).converted == ["base_layer.0", "level1"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of the old weight_norm itself

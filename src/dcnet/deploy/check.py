@@ -37,8 +37,9 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def run_model(model: nn.Module, arguments: Arguments) -> list[Tensor]:
+    """Return the tensors of the model's output, on the CPU."""
     with torch.no_grad():
-        return tensors(model(*arguments))
+        return [value.cpu() for value in tensors(model(*arguments))]
 
 
 def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch.dtype) -> Checked:
@@ -47,9 +48,9 @@ def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch
     The measure is the model in float64: an exported model may be off four times as far as the model itself in the same dtype, and a few
     units in the last place besides.
     """
-    exact = run_model(_cast(model, torch.float64), _cast_all(arguments, torch.float64))
-    itself = run_model(model if dtype == torch.float32 else _cast(model, dtype), _cast_all(arguments, dtype))
-    found = runner(_cast_all(arguments, dtype))
+    exact = run_model(cast_model(model, torch.float64), cast_inputs(arguments, torch.float64))
+    itself = run_model(cast_model(model, dtype), cast_inputs(arguments, dtype))
+    found = [value.cpu() for value in runner(cast_inputs(arguments, dtype))]
     shapes = [tuple(value.shape) for value in exact]
     if [tuple(value.shape) for value in found] != shapes:
         raise Mismatch(f"the exported model gives {[tuple(v.shape) for v in found]}, the model itself {shapes}")
@@ -70,11 +71,14 @@ def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch
     return Checked(tuple(tuple(value.shape) for value in tensors(arguments)), between / max(size, 1e-30))
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return the model in that dtype, a copy where it is in another."""
+    if all(value.dtype == dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()):
+        return model
     return copy.deepcopy(model).to(dtype)
 
 
-def _cast_all(arguments: Arguments, dtype: torch.dtype) -> Arguments:
+def cast_inputs(arguments: Arguments, dtype: torch.dtype) -> Arguments:
     return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, arguments)
 
 

@@ -8,11 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from dcnet.deploy import onnx_format
-from dcnet.deploy.check import Arguments, Checked, Runner, compare, other_batches, other_size, run_model, tensors
+from dcnet.deploy.check import (
+    Arguments,
+    Checked,
+    Runner,
+    cast_inputs,
+    cast_model,
+    compare,
+    other_batches,
+    other_size,
+    run_model,
+    tensors,
+)
 from dcnet.deploy.prepare import prepare
 from dcnet.deploy.programs import (
     DYNAMIC,
@@ -81,7 +92,7 @@ def export(
         (weights and the conversion, for `dcnet.load_weights_`); by the ending of the path without it.
     example_input: real inputs, a tensor or a tuple of them, with which the file is checked before it appears; the batch and the size of images
         in the file are free, with dynamic=True, as far as the model itself allows, which is checked too.
-    half: float16 instead of float32; norms, angles and magnitudes are computed in float32 still.
+    half: float16 instead of float32, whatever the model has; norms, angles and magnitudes are computed in float32 still.
 
     In the file each decoupled layer is one convolution, one map of norms and the few operations of its formulas; kernels are normalized,
     radii multiplied and BatchNorms folded beforehand. The model stays as it is. If anything fails no file is written.
@@ -159,15 +170,14 @@ def _export(
         ) from error
     if not expected:
         raise ValueError(f"{type(model).__name__} gives no tensor for example_input; there is nothing to export")
-    ready = prepare(model, arguments)
-    cast = tuple(v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in arguments)
-    ready = ready.to(dtype)
+    original, arguments = cast_model(original, torch.float32), cast_inputs(arguments, torch.float32)
+    ready, inputs = prepare(original, arguments).to(dtype), cast_inputs(arguments, dtype)
     notes: list[str] = []
     resized = other_size(original, arguments) if dynamic else None
     plans: tuple[tuple[str, ...], ...] = (DYNAMIC, DYNAMIC[:1], ()) if resized is not None else (DYNAMIC[:1], ())
     for free in plans if dynamic else ((),):
         try:
-            program = trace(ready, cast, free)
+            program = trace(ready, inputs, free)
             data, runner, details = _MAKERS[to](program, opset, model)
             really = _really_free(program, free)
             checked = _checks(original, runner, arguments, dtype, really, resized)

@@ -79,11 +79,10 @@ def adapters(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for wrapper in model.modules():
         base = wrapper._modules.get("base_layer")
-        if base is None:
+        if not isinstance(base, CONVERTIBLE):  # other networks have a stage of that name
             continue
-        wrapped = set(base.modules())
         for layer in wrapper.modules():
-            if isinstance(layer, CONVERTIBLE) and layer not in wrapped:
+            if isinstance(layer, CONVERTIBLE) and layer is not base:
                 found[layer] = (
                     f"a factor of an adapter ({type(wrapper).__name__}), added to what the layer gives; no kernel with a direction of its own"
                 )

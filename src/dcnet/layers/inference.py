@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
-from dcnet.layers.recording import Vectors, record_epilogue, scales_with_dot
+from dcnet.layers.recording import Vectors, degree_in_dot, record_epilogue
 from dcnet.ops import Geometry, compute_dtype, convolve, kernel_norm
 from dcnet.util.compat import BatchNorm
 
@@ -59,10 +59,11 @@ class Inference(nn.Module):
         return self
 
     def _record(self, dtype: torch.dtype) -> None:
-        """Record the epilogue; where the output is proportional to the dot product its factor goes into the kernels."""
-        vectors, kernel = self.vectors, self.unit
-        if vectors.factor is not None and scales_with_dot(self.operator):
-            kernel = kernel * vectors.factor.reshape(-1, *[1] * (kernel.dim() - 1))
+        """Record the epilogue; where the output is a power of the dot product its factor goes into the kernels."""
+        vectors, kernel, degree = self.vectors, self.unit, degree_in_dot(self.operator)
+        if vectors.factor is not None and degree is not None:
+            root = vectors.factor.sign() * vectors.factor.abs() ** (1.0 / degree)
+            kernel = kernel * root.reshape(-1, *[1] * (kernel.dim() - 1))
             vectors = vectors._replace(factor=None)
         with torch.no_grad():
             self.weight.copy_(kernel.to(dtype))

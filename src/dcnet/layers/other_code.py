@@ -46,7 +46,9 @@ def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
     notes = []
     for name, module in model.named_modules():
         inside = [names[child] for child in module.modules() if child in names and child is not module]
-        wraps = "base_layer" in module._modules  # peft's: what its adapters learned goes into the kernels
+        wraps = isinstance(
+            module._modules.get("base_layer"), Decoupled
+        )  # peft's: its adapters would go into the kernels
         for method in (*_MERGING, *["merge"] * wraps) if inside else ():
             if _takes_nothing(getattr(module, method, None)):
                 setattr(module, method, Refusal(name, method, inside[0]))

@@ -24,9 +24,14 @@ class Vectors(NamedTuple):
     learned: Mapping[str, Tensor]
 
 
-def scales_with_dot(operator: Operator) -> bool:
-    """Tell whether the output is proportional to ⟨w, x⟩: what multiplies it may then multiply the kernels instead."""
-    return operator.angular.formula.function is cosine
+def degree_in_dot(operator: Operator) -> float | None:
+    """Return the p for which g(s·cos θ) is s|s|^(p−1)·g(cos θ), None for other functions.
+
+    What multiplies the output may then multiply the kernels instead, by its p-th root.
+    """
+    function, choice = operator.angular.formula.function, operator.angular
+    degrees = {cosine: 1.0, square_cosine: 2.0, power_cosine: dict(choice.values).get("p")}
+    return degrees.get(function)
 
 
 def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float) -> fx.GraphModule:
