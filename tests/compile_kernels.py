@@ -1,5 +1,6 @@
-"""Compiles the kernels for a GPU that need not be there, and prints what was compiled. Run by test_fused_compiles.py in a process of its own.
+"""Compile the kernels of one operator for a GPU that need not be there, and print what was compiled.
 
+Run by test_fused_compiles.py in a process of its own, with the magnitude as argument: `tanh` or `log`.
 Triton's interpreter accepts what its compiler does not; ptxas comes with Triton.
 """
 
@@ -31,7 +32,7 @@ MAPS = (
 
 
 def compile_launcher(launcher, pointers, half):
-    """The compiled kernel, as Triton would specialise it for this launcher."""
+    """Return the compiled kernel, as Triton would specialize it for this launcher."""
     kernel = launcher.kernel
     runtime = len(kernel.params) - len(launcher.fixed)
     signature, constants, attributes = {}, {}, {}
@@ -56,7 +57,7 @@ def compile_launcher(launcher, pointers, half):
 
 
 def launchers(magnitude, angular, weighting, dtype):
-    """Launchers of every kernel for this operator: (name, launcher, how many pointers it takes)."""
+    """Yield launchers of every kernel for this operator: (name, launcher, how many pointers it takes)."""
     operator = make_operator(magnitude, angular, weighting)
     radius = operator.magnitude.formula.has_radius
     shape, stride = (8, 96, 16, 16), (96 * 256, 1, 96 * 16, 96)
@@ -84,20 +85,23 @@ def launchers(magnitude, angular, weighting, dtype):
     yield "box gradient", norms.box_gradient_launcher([], 3, 6, 0.5), 4
     yield "product", norms.product_launcher([]), 3
     forward, backward = kernel_launchers(96, 864, [], [], 1e-4, weighting is not None)
-    yield "normalise", forward, 3
-    yield "normalise gradient", backward, 5
+    yield "normalize", forward, 3
+    yield "normalize gradient", backward, 5
 
 
-def main() -> None:
-    for magnitude, angular, weighting, dtype in (
-        ("tanh", "sigmoid:k=learned", "linear", torch.bfloat16),
-        ("log", "power_cosine", "joint", torch.float32),
-    ):
-        half = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        for name, launcher, pointers in launchers(magnitude, angular, weighting, dtype):
-            compiled = compile_launcher(launcher, pointers, half)
-            sys.stdout.write(f"{magnitude} + {angular}: {name}, {len(compiled.asm['cubin'])} bytes\n")
+OPERATORS = {
+    "tanh": ("sigmoid:k=learned", "linear", torch.bfloat16),
+    "log": ("power_cosine", "joint", torch.float32),
+}
+
+
+def main(magnitude: str) -> None:
+    angular, weighting, dtype = OPERATORS[magnitude]
+    half = "*bf16" if dtype == torch.bfloat16 else "*fp32"
+    for name, launcher, pointers in launchers(magnitude, angular, weighting, dtype):
+        compiled = compile_launcher(launcher, pointers, half)
+        sys.stdout.write(f"{magnitude} + {angular}: {name}, {len(compiled.asm['cubin'])} bytes\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

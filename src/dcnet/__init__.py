@@ -1,12 +1,16 @@
 """dcnet: decoupled networks (Liu et al., CVPR 2018) for PyTorch.
 
 A convolution's output is ⟨w, x⟩ = ‖w‖‖x‖cos θ. A decoupled operator replaces it by h(‖w‖, ‖x‖)·g(θ), with the
-magnitude function h and the angular function g chosen from a catalogue, learned, or one's own.
+magnitude function h and the angular function g chosen from a catalogue, learned, or your own.
 """
 
-from dcnet import robustness
-from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
+import importlib
+from typing import Any
+
+from dcnet import formulas, robustness
+from dcnet.formulas import angular, angulars, learnable, magnitude, magnitudes
 from dcnet.layers import (
+    Block,
     DecoupledConv1d,
     DecoupledConv2d,
     DecoupledConv3d,
@@ -35,7 +39,26 @@ from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, deco
 from dcnet.training import Callback, Recipe, Run, load, make_recipe, read_recipe, train
 from dcnet.version import __version__
 
+# Imported when they are asked for: they need matplotlib, or are for one command.
+_LAZY = ("bench", "explorer", "figures", "inspection", "report", "tables")
+# What formulas are written with is in `dcnet.formulas`; these names were here first.
+_MOVED = ("at_least", "m", "positive")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"dcnet.{name}")
+    if name in _MOVED:
+        return getattr(formulas, name)
+    raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
 __all__ = [
+    "Block",
     "Callback",
     "DecoupleReport",
     "DecoupledConv1d",
@@ -51,7 +74,6 @@ __all__ = [
     "__version__",
     "angular",
     "angulars",
-    "at_least",
     "average_statistics_",
     "conversion_of",
     "create_model",
@@ -60,12 +82,12 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "formulas",
     "from_pretrained",
     "fvcore_handles",
     "learnable",
     "list_models",
     "load",
-    "m",
     "magnitude",
     "magnitudes",
     "make_recipe",
@@ -74,7 +96,6 @@ __all__ = [
     "parameter_groups",
     "patch_norm",
     "plain_state_dict",
-    "positive",
     "project_weights_",
     "read_recipe",
     "recalibrate_",

@@ -1,4 +1,4 @@
-"""Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
+"""Layers: decoupled convolutions and linear maps, their statistics, optimization, and conversion of plain models."""
 
 from dcnet.layers.block import Block, Carrying, Chain, hooked, takes_carry
 from dcnet.layers.conv import (
@@ -10,20 +10,15 @@ from dcnet.layers.conv import (
     LazyDecoupledConv3d,
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
-from dcnet.layers.decoupled import Decoupled, decoupled_layers, plain_state_dict
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.linear import DecoupledLinear
-from dcnet.layers.optimization import (
-    WeightProjection,
-    orthogonal_penalty,
-    orthonormal_penalty,
-    parameter_groups,
-    project_kernels_,
-    project_weights_,
-    weight_gradients_,
-)
+from dcnet.layers.optimization import WeightProjection, parameter_groups, project_kernels_, project_weights_
+from dcnet.layers.penalties import orthogonal_penalty, orthonormal_penalty
+from dcnet.layers.plain_state import plain_state_dict
 from dcnet.layers.record import conversion_of
 from dcnet.layers.restore import from_pretrained, restore_conversion_
 from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norms_
+from dcnet.layers.weighted_gradients import weight_gradients_
 
 __all__ = [
     "Block",

@@ -11,7 +11,7 @@ from dcnet.ops import ACTIVATIONS, ONLY_RELU, Carry, Finish
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether hooks may change what goes into a module or comes out of it, or the gradients there."""
+    """Return whether hooks may change what goes into a module or comes out of it, or the gradients there."""
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     return bool(hooks) or nn.modules.module._has_any_global_hook()
 
@@ -28,15 +28,31 @@ class Carrying(nn.Module):
 
 
 def takes_carry(module: nn.Module) -> bool:
-    """Whether a module takes a `Carry`; wrappers, which pass on what they are asked for, do not."""
+    """Return whether a module takes a `Carry`; wrappers, which pass on what they are asked for, do not."""
     return isinstance(module, Carrying) and type(module).carries
 
 
 class Block(Carrying):
-    """act(norm(conv(x)) + residual); fewer passes over memory where the convolution is decoupled, before a BatchNorm or a ReLU.
+    """A convolution with what follows it: act(norm(conv(x)) + residual).
 
-    activation: None, "relu", or "prelu" (a slope for each channel, starting at 0).
-    Where passes are shared, a forward hook on the convolution sees the finished result.
+    Where the convolution is decoupled and followed by a BatchNorm or a ReLU, the parts share passes over memory, which
+    is faster and needs less of it. A forward hook on the convolution then sees the finished result.
+
+    Args:
+        conv: a convolution or linear layer, decoupled or plain.
+        norm: what follows it, such as `nn.BatchNorm2d`; None for nothing.
+        activation: None, "relu", or "prelu" (a slope for each channel, starting at 0).
+
+    Shape:
+        Input as the convolution takes it; residual and output as the convolution gives it.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> from torch import nn
+        >>> block = dcnet.Block(dcnet.DecoupledConv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), "relu")
+        >>> x = torch.randn(2, 8, 6, 6)
+        >>> block(x, residual=x).shape
+        torch.Size([2, 8, 6, 6])
     """
 
     carries = True
@@ -48,27 +64,35 @@ class Block(Carrying):
         self.conv = conv
         self.norm = norm
         self.activation = activation
-        self.slope = nn.Parameter(torch.zeros(len(conv.weight))) if activation == "prelu" else None  # type: ignore[arg-type]
+        kernels = len(conv.weight)  # type: ignore[arg-type]
+        self.slope = nn.Parameter(torch.zeros(kernels)) if activation == "prelu" else None
+
+    def extra_repr(self) -> str:
+        """Say what follows the convolution."""
+        norm = "conv(x)" if self.norm is None else "norm(conv(x))"
+        inner = f"{norm} [+ residual]"
+        return inner if self.activation is None else f"{self.activation}({inner})"
 
     def forward(self, x: Tensor, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
-        """The finished convolution of x; `carry` is for `Chain`."""
+        """Return the finished convolution of x; `carry` is for `Chain`."""
         conv, norm = self.conv, self.norm
         if isinstance(x, Proxy):  # torch.fx records a module after the other
             return self._one_by_one(x, residual)
-        if (
-            conv._forward_pre_hooks_with_kwargs
-        ):  # FSDP2's, for one, casts what it finds there: running averages would move in a copy
+        # FSDP2's hook, for one, casts what it finds there: running averages would move in a copy
+        if conv._forward_pre_hooks_with_kwargs:
             return self._one_by_one(x, residual)
         if carry is not None and (hooked(self) or hooked(conv)):
             carry = None
         if isinstance(conv, Decoupled) and type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            return conv(x, finish=self._finish(norm, residual, carry))
+            finished: Tensor = conv(x, finish=self._finish(norm, residual, carry))
+            return finished
         if isinstance(conv, Decoupled) and norm is None and residual is None and self.activation == "relu":
-            return conv(x, finish=ONLY_RELU)
+            active: Tensor = conv(x, finish=ONLY_RELU)
+            return active
         return self._one_by_one(x, residual)
 
     def _one_by_one(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The same with a pass for each."""
+        """Return the same with a pass for each."""
         y, norm = self.conv(x), self.norm
         if norm is not None:
             y = norm(y)
@@ -84,9 +108,8 @@ class Block(Carrying):
         tracks = not training or norm.track_running_stats
         running_mean, running_var = (norm.running_mean, norm.running_var) if tracks else (None, None)
         batches = norm.num_batches_tracked if training and tracks else None
-        if (
-            batches is not None and norm.momentum is None
-        ):  # a cumulative average, for which nn.BatchNorm2d too waits for the device
+        if batches is not None and norm.momentum is None:
+            # a cumulative average, for which nn.BatchNorm2d too waits for the device
             momentum = 1.0 / (float(batches) + 1.0)
         return Finish(
             norm.weight,
@@ -105,10 +128,10 @@ class Block(Carrying):
 
 
 class Chain(nn.Sequential):
-    """`nn.Sequential` in which blocks, and other modules that do, hand a `Carry` on to those that follow immediately."""
+    """`nn.Sequential` in which blocks, and other modules that can, hand a `Carry` on to those right behind them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the last module makes of it."""
+        """Return what the last module makes of the input."""
         carry, takes = Carry(), [takes_carry(module) for module in self]
         for module, takes_it, wanted in zip(self, takes, [*takes, False][1:], strict=True):
             carry.enter(wanted)

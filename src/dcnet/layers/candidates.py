@@ -1,5 +1,7 @@
 """Which layers of a model can be converted, and why the others cannot."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
@@ -28,18 +30,25 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def what_it_overrides(kind: type[nn.Module]) -> str:
-    """Name what of its arithmetic a subclass has overridden, such as "forward"; nothing if it computes what the plain layer does."""
+    """Name what of its arithmetic a subclass has overridden, such as "forward".
+
+    Nothing if it computes what the plain layer does.
+    """
     plain = next(plain for plain in TWINS if issubclass(kind, plain))
     return " and ".join(name for name in _ARITHMETIC if getattr(kind, name, None) is not getattr(plain, name, None))
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise where something takes care of the gradients of the parameters there are now: new ones would differ between ranks."""
+    """Raise where something manages the gradients of the model's parameters.
+
+    New parameters would then differ between ranks.
+    """
     wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     wrapped += modules_of_fsdp(model, "FSDPModule") + modules_of_fsdp(model, "FullyShardedDataParallel")
     if not wrapped and any(is_sharded(p) for p in model.parameters()):
         raise ValueError(
-            "decouple_ cannot add parameters to a model whose parameters are sharded (DTensor); convert it first, then shard it"
+            "decouple_ cannot add parameters to a model whose parameters are sharded (DTensor); convert it "
+            "first, then shard it"
         )
     if wrapped:
         kind = type(wrapped[0]).__name__
@@ -71,7 +80,8 @@ def reason_to_leave(
             return f"a nn.{kind.__name__}, which is not among types"
         overridden = what_it_overrides(kind)
         if overridden:
-            return f"a subclass, {kind.__name__}, with a {overridden} of its own; name it in types to convert it, which drops that arithmetic"
+            why = f"a subclass, {kind.__name__}, with a {overridden} of its own"
+            return f"{why}; name it in types to convert it, which drops that arithmetic"
         if plain not in types:
             return f"a subclass, {kind.__name__}, of nn.{plain.__name__}, which is not among types"
     if where is not None and not where(name, module):
@@ -81,7 +91,8 @@ def reason_to_leave(
 
 def _parametrized(module: nn.Module) -> str:
     names = list(module.parametrizations) if isinstance(module.parametrizations, nn.ModuleDict) else []
-    by = ", ".join(type(p).__name__.lstrip("_") for name in names for p in module.parametrizations[name])  # type: ignore[index]
+    parametrizations: Any = module.parametrizations
+    by = ", ".join(type(p).__name__.lstrip("_") for name in names for p in parametrizations[name])
     return (
         f"its {' and '.join(names)} is computed by a parametrization ({by}); take that off with "
         f"torch.nn.utils.parametrize.remove_parametrizations(layer, {names[0]!r}), convert, and put it on again"

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _LazyConvXdMixin
 from torch.nn.parameter import UninitializedParameter
 
-from dcnet.layers.decoupled import Decoupled, Spec
+from dcnet.layers import documentation
+from dcnet.layers.decoupled import Decoupled, Device, Spec
 from dcnet.ops import EPS, Finish, geometry, known_geometry
+
+Size = int | tuple[int, ...]  # one for all dimensions, or one for each
 
 
 class _DecoupledConv(Decoupled):
@@ -26,10 +29,10 @@ class _DecoupledConv(Decoupled):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
@@ -42,8 +45,8 @@ class _DecoupledConv(Decoupled):
         momentum: float | None = 0.1,
         sync: bool = False,
         impl: str = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
@@ -54,7 +57,10 @@ class _DecoupledConv(Decoupled):
         return self.out_channels, self.groups
 
     def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
-        """The decoupled convolution of the input, in the shape and dtype the plain layer gives; `finish` is for `Block`."""
+        """Return the decoupled convolution of the input, in the shape and dtype the plain layer gives.
+
+        `finish` is for `Block`.
+        """
         make = geometry if torch.compiler.is_compiling() else known_geometry
         where = make(
             self.kernel_size,
@@ -69,15 +75,15 @@ class _DecoupledConv(Decoupled):
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):
-    __doc__ = f"`nn.Conv1d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+    __doc__ = documentation.conv(1)
 
 
 class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
-    __doc__ = f"`nn.Conv2d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+    __doc__ = documentation.conv(2)
 
 
 class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
-    __doc__ = f"`nn.Conv3d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+    __doc__ = documentation.conv(3)
 
 
 class _LazyDecoupledConv(_LazyConvXdMixin):
@@ -88,16 +94,16 @@ class _LazyDecoupledConv(_LazyConvXdMixin):
     def __init__(
         self,
         out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
         *,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **decoupling: Any,
     ) -> None:
         if out_channels % groups:
@@ -126,7 +132,7 @@ class _LazyDecoupledConv(_LazyConvXdMixin):
 
 
 class LazyDecoupledConv1d(_LazyDecoupledConv, DecoupledConv1d):
-    """`DecoupledConv1d` without `in_channels`, which is read off the first input."""
+    __doc__ = documentation.lazy(1)
 
     cls_to_become = DecoupledConv1d
 
@@ -135,7 +141,7 @@ class LazyDecoupledConv1d(_LazyDecoupledConv, DecoupledConv1d):
 
 
 class LazyDecoupledConv2d(_LazyDecoupledConv, DecoupledConv2d):
-    """`DecoupledConv2d` without `in_channels`, which is read off the first input."""
+    __doc__ = documentation.lazy(2)
 
     cls_to_become = DecoupledConv2d
 
@@ -144,7 +150,7 @@ class LazyDecoupledConv2d(_LazyDecoupledConv, DecoupledConv2d):
 
 
 class LazyDecoupledConv3d(_LazyDecoupledConv, DecoupledConv3d):
-    """`DecoupledConv3d` without `in_channels`, which is read off the first input."""
+    __doc__ = documentation.lazy(3)
 
     cls_to_become = DecoupledConv3d
 

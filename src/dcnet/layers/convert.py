@@ -21,7 +21,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class DecoupleReport:
-    """What `decouple_` did: the names it converted, the names it left with the reason, and what else there is to know."""
+    """What `decouple_` did: the names it converted, those it left with the reason, and notes."""
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -49,16 +49,18 @@ def decouple_(
     optimizer: torch.optim.Optimizer | None = None,
     **layer_options: Any,
 ) -> DecoupleReport:
-    """Convert layers of `model` in place, keep their weights and biases, and return a report of those converted and left.
+    """Convert layers of `model` in place, keep their weights and biases, and return a report.
 
     where: `where(name, module)` says which candidates to convert; all of them without it.
-    types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. A subclass with
-        arithmetic of its own is converted if it is named here, loses that arithmetic, and a warning says so.
+    types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers
+        too. A subclass with arithmetic of its own is converted if it is named here, loses that arithmetic, and a
+        warning says so.
     optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
-    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
-    The configuration of a model of transformers gets a record of it, which `from_pretrained` reads.
+    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is
+    wrong nothing is changed. The configuration of a model of transformers gets a record of it, which `from_pretrained`
+    reads.
     """
     if isinstance(types, type):
         types = (types,)
@@ -140,16 +142,19 @@ def _tell_optimizer(report: DecoupleReport, chosen: dict[str, nn.Module], groups
         unknown = [name for name, layer in chosen.items() if layer not in groups]
         if unknown:
             report.notes.append(
-                f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what is new there either"
+                f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what "
+                "is new there either"
             )
         decaying = [name for name, layer in chosen.items() if groups.decays(layer)]
         if decaying:
             report.notes.append(
-                f"the optimizer still decays the kernels of {len(decaying)} unweighted layers ({decaying[0] or 'the model itself'}, …), "
+                f"the optimizer still decays the kernels of {len(decaying)} unweighted layers "
+                f"({decaying[0] or 'the model itself'}, …), "
                 "whose length means nothing; an optimizer made anew from dcnet.parameter_groups(model) does not",
             )
     elif report.added:
         report.notes.append(
-            f"an optimizer made before does not know the {len(report.added)} new parameters ({report.added[0]}, …): pass it as optimizer=, "
+            f"an optimizer made before does not know the {len(report.added)} new parameters ({report.added[0]}, "
+            "…): pass it as optimizer=, "
             "or make it now, from dcnet.parameter_groups(model)",
         )

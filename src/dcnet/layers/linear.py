@@ -1,18 +1,15 @@
 """The decoupled fully connected layer."""
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
 
-from dcnet.layers.decoupled import Decoupled, Spec
+from dcnet.layers import documentation
+from dcnet.layers.decoupled import Decoupled, Device, Spec
 from dcnet.ops import EPS, LINEAR, Finish
 
 
 class DecoupledLinear(Decoupled, nn.Linear):
-    __doc__ = (
-        "`nn.Linear` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩. With magnitude='linear' and angular='cosine' it is the\n"
-        f"    weight-normalised softmax layer, w·x/‖w‖.\n\n{Decoupled.__doc__}"
-    )
+    __doc__ = documentation.LINEAR
 
     def __init__(
         self,
@@ -28,8 +25,8 @@ class DecoupledLinear(Decoupled, nn.Linear):
         momentum: float | None = 0.1,
         sync: bool = False,
         impl: str = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._init_decoupling(magnitude, angular, weighting, radius, eps, momentum, sync, impl)
@@ -38,5 +35,5 @@ class DecoupledLinear(Decoupled, nn.Linear):
         return self.out_features, 1
 
     def forward(self, input: Tensor, finish: Finish | None = None) -> Tensor:
-        """The decoupled linear map of the input (…, in_features): (…, out_features); `finish` is for `Block`."""
+        """Return the decoupled linear map of the input (…, in_features): (…, out_features); `finish` is for `Block`."""
         return self._decouple(input, LINEAR, finish)
