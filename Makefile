@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test slow lint bench mutants sanitize clean
+.PHONY: demo test slow lint docs bench mutants sanitize clean
 
 ## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in under two minutes
 demo: $(READY)
@@ -22,9 +22,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## bench: one layer on this CPU as a ratio to nn.Conv2d, then layers and networks on what is here, a GPU if there is one
+## docs: the guides, and a reference made of the docstrings, as pages in build/site
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+## bench: layers and networks as ratios to their plain twins, on a GPU if there is one
 bench: $(READY)
-	$(BIN)/python benchmarks/layer_cpu.py
 	$(BIN)/dcnet bench --out bench.csv
 
 ## mutants: plant known mistakes in the source, one at a time, and see the tests catch each (minutes)
