@@ -4,7 +4,7 @@ READY := .venv/.ready
 
 ECOSYSTEM := .venv-ecosystem
 
-.PHONY: demo test slow lint bench ecosystem mutants sanitize clean
+.PHONY: demo test slow lint docs bench ecosystem mutants sanitize clean
 
 ## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in under two minutes
 demo: $(READY)
@@ -28,9 +28,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## bench: one layer on this CPU as a ratio to nn.Conv2d, then layers and networks on what is here, a GPU if there is one
+## docs: the guides, and a reference made of the docstrings, as pages in build/site
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+## bench: layers and networks as ratios to their plain twins, on a GPU if there is one
 bench: $(READY)
-	$(BIN)/python benchmarks/layer_cpu.py
 	$(BIN)/python benchmarks/geometries_cpu.py --repeats 5
 	$(BIN)/dcnet bench --out bench.csv
 

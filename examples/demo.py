@@ -1,4 +1,4 @@
-"""Trains a plain network and three decoupled ones on handwritten digits, attacks them, and writes a report."""
+"""Train a plain network and three decoupled ones on handwritten digits, attack them, and write a report."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 import dcnet
-from dcnet.data import load_data
 from dcnet.report import write_report
+from dcnet.training import attack_run
 
 OPERATORS = {
     "plain CNN": None,
@@ -20,8 +20,6 @@ EPS = 0.1  # of the attacks, in units where pixels go from 0 to 1
 CHECKED = 200  # images of the check-up: two standard errors are 7 points at most
 
 console = Console()
-test = load_data("digits").test
-images = test.images / 255.0
 folder = Path("runs/demo")
 
 table = Table(title="Handwritten digits: cnn9_narrow with BatchNorm")
@@ -39,19 +37,18 @@ for name, operator in OPERATORS.items():
     console.print(f"accuracy {result['accuracy']:.2f}% after {result['epochs']:g} epochs", highlight=False)
     record = next((done for done in run.attacks if done["eps"] == EPS), None)
     if record is None:
-        # one after the other, each on the survivors of the last; the last one as strong as what the check-up compares it with
-        record = dcnet.robustness.evaluate(
-            run.model, images, test.labels, "fgsm,pgd,pgd:steps=100:loss=margin", eps=EPS
+        # each on the survivors of the one before; the last as strong as what the check-up compares it with
+        record = attack_run(
+            run, "fgsm,pgd,pgd:steps=100:loss=margin", EPS, check_images=CHECKED, check_queries=100, device="cpu"
         )
-        check_up = dcnet.robustness.check_up(run.model, images[:CHECKED], test.labels[:CHECKED], EPS, queries=100)
-        run.add_attack({**record, "check-up": check_up, "from": None, "bf16": False})
+        run.add_attack(record)
     under = [f"{record['attacks'][number]['accuracy']:.2f}%" for number in (0, -1)]
     numbers = [f"{result['accuracy']:.2f}%", *under, f"{result['parameters']:,}", f"{result['seconds']:.1f}"]
     table.add_row(name if operator is None else f"{name}, {angular}", *numbers)
 console.print(table)
 report = write_report(runs, folder / "report")
 console.print(f"Run folders: {', '.join(str(run) for run in runs)}", highlight=False)
-words = f"FGSM and PGD: accuracy under attack on all {len(images)} test images, every pixel changed by up to {EPS}"
+words = f"FGSM and PGD: accuracy under attack on all {record['images']} test images, every pixel changed by up to {EPS}"
 console.print(f"{words}; the report has a check-up and examples.", highlight=False)
 console.print(f"A report with curves, kernels, angles, attacks and whether to believe them: {report}", highlight=False)
 console.print(

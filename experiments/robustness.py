@@ -1,4 +1,4 @@
-"""The paper's robustness tables on CIFAR-10, with attacks a reader of today expects: trains, attacks, and keeps the records.
+"""The paper's robustness tables on CIFAR-10, with attacks that are expected today: train, attack, keep records.
 
     python experiments/robustness.py train  --runs runs/robustness --seconds 500     # goes on where it was left
     python experiments/robustness.py attack --runs runs/robustness
@@ -46,7 +46,10 @@ COUPLING = "coupling.json"
 
 
 def jobs(variants):
-    """Name and flags of every training run: the tables' networks, and a second plain one of each kind that black-box examples come from."""
+    """Return name and flags of every training run.
+
+    The tables' networks, and a second plain one of each kind that black-box examples come from.
+    """
     for variant in variants:
         extra = VARIANTS[variant]
         for training in ("natural", "fgsm"):
@@ -54,7 +57,8 @@ def jobs(variants):
                 continue
             how = [*extra, *(["--adversarial", "fgsm"] if training == "fgsm" else [])]
             for name, magnitude in OPERATORS.items():
-                # with seed 0 the plain network dies in the first epoch of FGSM training: all its logits are equal ever after
+                # with seed 0 the plain network dies in the first epoch of FGSM training: all its logits are equal ever
+                # after
                 seed = ["--seed", "2"] if (training, name) == ("fgsm", "plain") else []
                 yield "-".join(filter(None, (training, name, variant))), ["--magnitude", magnitude, *seed, *how]
             if not variant:
@@ -64,7 +68,7 @@ def jobs(variants):
 
 
 def run_all(queues, parallel, seconds):
-    """Runs the commands of each queue one after the other, so many queues at once; when time is up they are asked to stop, and save.
+    """Run the commands of each queue one after the other, several queues at once; stop them when time is up.
 
     The names of those that failed.
     """
@@ -80,7 +84,8 @@ def run_all(queues, parallel, seconds):
             name, process, queue = entry
             if process.poll() is not None:
                 print(
-                    f"{name}: {'done' if process.returncode == 0 else f'exit status {process.returncode}, see its log'}",
+                    f"{name}: "
+                    f"{'done' if process.returncode == 0 else f'exit status {process.returncode}, see its log'}",
                     flush=True,
                 )
                 failed += [name] if process.returncode else []
@@ -95,7 +100,8 @@ def run_all(queues, parallel, seconds):
                 name for queue in waiting for name, _, _ in queue
             ]
             print(
-                f"time is up; stopped: {', '.join(name for name, _, _ in running) or 'none'}; not begun: {', '.join(left) or 'none'}",
+                f"time is up; stopped: {', '.join(name for name, _, _ in running) or 'none'}; not begun: "
+                f"{', '.join(left) or 'none'}",
                 flush=True,
             )
             return failed
@@ -125,7 +131,7 @@ def train(options):
 
 
 def attack(options):
-    """Each call of `dcnet attack` that a run does not have yet; a call records itself in the run's folder."""
+    """Make each call of `dcnet attack` that a run does not have yet; a call records itself in the run's folder."""
     queues = []  # of a run each: its calls write one file, and must not run at once
     for name, _ in jobs(options.variants):
         folder = options.runs / name
@@ -160,7 +166,10 @@ def attack(options):
 
 
 class OfTheBatch(nn.Module):
-    """A network whose decoupled layers take E{‖x‖} of the batch at hand, as in training; kept from the check that refuses just that."""
+    """A network whose decoupled layers take E{‖x‖} from the batch, as in training.
+
+    It is hidden from the check that refuses training mode.
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -174,7 +183,7 @@ class OfTheBatch(nn.Module):
 
 
 def statistics(options):
-    """The tables' networks under attack with statistics in training mode, into a file of its own."""
+    """Attack the tables' networks with statistics in training mode, and record that in a separate file."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     test = load_data(options.data, options.data_root).test
     images, labels = (test.images[: options.limit].float() / 255.0).to(device), test.labels[: options.limit].to(device)
@@ -189,9 +198,12 @@ def statistics(options):
 
 
 def coupling(options):
-    """Why attacks through E{‖x‖} of the batch are weak: FGSM by the gradient of the batch's loss, of each image's own, and with E frozen.
+    """Measure why attacks through E{‖x‖} of the batch are weak.
 
-    Each of the three is tried on the network as it is used, with E frozen. One batch: a gradient for each image takes a pass for each.
+    FGSM by the gradient of the batch's loss, of each image's own loss, and with E frozen.
+
+    Each of the three is tried on the network as it is used, with E frozen. One batch: a gradient for each image takes a
+    pass for each.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     test = load_data(options.data, options.data_root).test
@@ -223,7 +235,7 @@ def coupling(options):
 
 
 def _gradients(model, images, labels, own=False):
-    """The gradient in the images of the sum of losses; with `own` also, for each image, that of its own loss alone."""
+    """Return the gradient in the images of the sum of losses; with `own` also that of each image's own loss."""
     images = images.clone().requires_grad_(True)
     losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
     found = [torch.autograd.grad(losses.sum(), images, retain_graph=own)[0]]
@@ -237,7 +249,7 @@ def _gradients(model, images, labels, own=False):
 
 
 def calls_of(folder):
-    """What a run's attacks.json holds, each result with a name."""
+    """Return what a run's attacks.json holds, each result with a name."""
     path = folder / "attacks.json"
     for result in json.loads(path.read_text()) if path.is_file() else []:
         names = [entry["attack"].split(":")[0] for entry in result["attacks"]]
@@ -255,7 +267,7 @@ def calls_of(folder):
 
 
 def keep(options):
-    """Copies everything but the checkpoints; of other runs only the name."""
+    """Copy everything but the checkpoints; of other runs only the name."""
     for name, _ in jobs(options.variants):
         folder = options.runs / name
         if (folder / "result.json").is_file():
@@ -282,7 +294,7 @@ def main():
     )
     parser.add_argument("--flags", default="", help="more flags for each `dcnet train` or `dcnet attack`, as one text")
     parser.add_argument("--data", default="cifar10", help="of statistics and coupling")
-    parser.add_argument("--limit", type=int, help="of statistics and coupling: only so many images")
+    parser.add_argument("--limit", type=int, help="of statistics and coupling: only this many images")
     parser.add_argument("--auto", action="store_true", help="AutoAttack too (pip install 'dcnet[attacks]')")
     parser.add_argument("--into", type=Path, default=Path("results/robustness"), help="of keep: the folder")
     options = parser.parse_args()

@@ -35,7 +35,7 @@ def of_batch(folder):
 
 
 def rendered(runs):
-    """The tables as Markdown: ours, the paper's in brackets."""
+    """Render the tables as Markdown: ours, the paper's in brackets."""
     found = {
         name: dict(calls_of(runs / name)) | of_batch(runs / name)
         for name, _ in jobs(VARIANTS)
@@ -74,7 +74,7 @@ def _table(found, box):
 
 
 def _variants(found):
-    """None / FGSM / BIM of all networks, with true labels and with predicted ones."""
+    """Return None / FGSM / BIM of all networks, with true labels and with predicted ones."""
     lines = ["| networks | labels | " + " | ".join(TITLES.values()) + " |", "|---" * (2 + len(TITLES)) + "|"]
     for training in ("natural", "fgsm"):
         for variant in VARIANTS:
@@ -89,7 +89,7 @@ def _variants(found):
 
 
 def _couplings(runs):
-    """Accuracy, and share of the gradient's signs that are as with E frozen."""
+    """Return accuracies, and the share of the gradient's signs that are as with E frozen."""
     found = {
         name: json.loads(path.read_text())
         for name in OPERATORS

@@ -20,13 +20,13 @@ FLAGS = [
 
 
 def installed() -> str | None:
-    """A Chromium of this machine: what DCNET_CHROMIUM names, else the first on the PATH."""
+    """Return a Chromium of this machine: what DCNET_CHROMIUM names, else the first on the PATH."""
     return os.environ.get("DCNET_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def launch() -> Iterator:
-    """A Playwright browser; the test skips where Playwright or every Chromium is missing."""
+    """Launch a Playwright browser; skip the test where Playwright or every Chromium is missing."""
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="no browser test: Playwright is not installed (pip install playwright)"
     )
@@ -45,7 +45,10 @@ def launch() -> Iterator:
 
 @contextmanager
 def watched(browser, path: Path, hash: str = "", **options) -> Iterator:
-    """A page opened from disk, at an address such as "#here"; fails if it logs an error or a warning, or asks for anything outside itself."""
+    """Open a page from disk, at an address such as "#here".
+
+    Fail if it logs an error or a warning, or asks for anything outside itself.
+    """
     complaints: list[str] = []
 
     def heard(message) -> None:

@@ -1,5 +1,6 @@
-"""Compile the kernels for a GPU that need not be there, and print what was compiled. test_fused_compiles.py runs this by itself.
+"""Compile the kernels of one operator for a GPU that need not be there, and print what was compiled.
 
+Run by test_fused_compiles.py in a process of its own, with the magnitude as argument.
 Triton's interpreter accepts what its compiler does not; ptxas comes with Triton.
 """
 
@@ -90,17 +91,19 @@ def launchers(magnitude, angular, weighting, dtype):
     yield "gradients alone", alone.backward(False, False, True).epilogue[0]
 
 
-def main() -> None:
-    for magnitude, angular, weighting, dtype in (
-        ("tanh", "sigmoid:k=learned", "linear", torch.bfloat16),
-        ("log", "power_cosine", "joint", torch.float32),
-        ("sphere", "cosine", None, torch.float32),  # no sums at all
-    ):
-        half = "*bf16" if dtype == torch.bfloat16 else "*fp32"
-        for name, launcher in launchers(magnitude, angular, weighting, dtype):
-            compiled = compile_launcher(launcher, half)
-            sys.stdout.write(f"{magnitude} + {angular}: {name}, {len(compiled.asm['cubin'])} bytes\n")
+OPERATORS = {
+    "tanh": ("sigmoid:k=learned", "linear", torch.bfloat16),
+    "log": ("power_cosine", "joint", torch.float32),
+    "sphere": ("cosine", None, torch.float32),  # no vectors, whose gradients would be added up
+}
+
+
+def main(magnitude: str) -> None:
+    angular, weighting, dtype = OPERATORS[magnitude]
+    for name, launcher in launchers(magnitude, angular, weighting, dtype):
+        compiled = compile_launcher(launcher, "*bf16" if dtype == torch.bfloat16 else "*fp32")
+        sys.stdout.write(f"{magnitude} + {angular}: {name}, {len(compiled.asm['cubin'])} bytes\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

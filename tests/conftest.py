@@ -48,9 +48,8 @@ def _mend_torchvision():
 _TORCHVISION = _mend_torchvision()  # kept: the operators go with it
 
 
-torch.set_num_threads(
-    1
-)  # two pytest workers share two cores, and fixtures of a whole module come before those of its tests
+# Two pytest workers share two cores; fixtures of a whole module come before those of its tests.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,7 @@ def seeded():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    torch._dynamo.reset()  # all layers share one forward, which torch.compile specialises a limited number of times
+    torch._dynamo.reset()  # all layers share one forward, which torch.compile specializes a limited number of times
 
 
 @pytest.fixture
@@ -71,3 +70,14 @@ def catalogue():
     for kind, known in before.items():
         _CATALOGUES[kind].clear()
         _CATALOGUES[kind].update(known)
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """Make `digits` a quarter of itself, 320 and 80 images, for tests that do not ask how well a network learns."""
+    import dcnet.data
+    from dcnet.data import DataSet, Split
+
+    whole = dcnet.data.load_data("digits")
+    train, test = (Split(split.images[:n], split.labels[:n]) for split, n in ((whole.train, 320), (whole.test, 80)))
+    monkeypatch.setattr(dcnet.data, "_digits", lambda: DataSet(whole.name, whole.classes, train, test))

@@ -65,7 +65,7 @@ class Case:
 
 @st.composite
 def cases(draw, dims=(0, 1, 2, 3), smallest_patch=1) -> Case:
-    """Geometries that the plain layers accept, small enough to be quick."""
+    """Draw geometries that the plain layers accept, small enough to be quick."""
     d = draw(st.sampled_from(dims))
     batch = draw(st.integers(1, 3))
     bias = draw(st.booleans())
@@ -110,7 +110,10 @@ def cases(draw, dims=(0, 1, 2, 3), smallest_patch=1) -> Case:
 def operands(
     case: Case, magnitude: str, angular: str, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> dict[str, Tensor]:
-    """The tensors of a case by name, drawn from the seed, rounded to the dtype; the learned ones stay in float32 at least."""
+    """Return the tensors of a case by name, drawn from the seed and rounded to the dtype.
+
+    The learned ones stay in float32 at least.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -142,7 +145,7 @@ def run(
     mean_norm: Any = "batch",
     **options: Any,
 ):
-    """Output and gradients by name; the incoming gradient is fixed and the same for every implementation."""
+    """Return output and gradients by name; the incoming gradient is the same for every implementation."""
     y = FUNCTIONS[case.dims](
         tensors["x"],
         tensors["weight"],
@@ -166,12 +169,12 @@ def gradients(y: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_float64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same, possibly rounded, numbers in float64."""
+    """Return the same, possibly rounded, numbers in float64."""
     return {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Each tensor's error relative to its own size, or to the whole set's where it is (nearly) zero."""
+    """Compare each tensor's error to its own size, or to the whole set's where it is (nearly) zero."""
     assert actual.keys() == expected.keys()
     whole = max(float(e.norm()) for e in expected.values())
     for name, e in expected.items():
@@ -186,7 +189,10 @@ def rms(t: Tensor) -> float:
 
 
 def assert_within_rule(actual: dict[str, Tensor], reference: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
-    """RMS error against float64: at most twice the reference's in the same dtype, plus 4 ulp (16 for small tensors) of the result."""
+    """Check the RMS error against float64.
+
+    It is at most twice the reference's in the same dtype, plus 4 ulp (16 for small tensors) of the result.
+    """
     for name, e in exact.items():
         a, r = actual[name], reference[name]
         assert a.dtype == r.dtype
@@ -194,12 +200,13 @@ def assert_within_rule(actual: dict[str, Tensor], reference: dict[str, Tensor], 
         allowed = 2 * rms(r.double() - e) + ulps * torch.finfo(a.dtype).eps * rms(e)
         error = rms(a.double() - e)
         assert error <= allowed, (
-            f"{name}: RMS error {error:.3e}, allowed {allowed:.3e} (reference {rms(r.double() - e):.3e}, size {rms(e):.3e})"
+            f"{name}: RMS error {error:.3e}, allowed {allowed:.3e} (reference {rms(r.double() - e):.3e}, size "
+            f"{rms(e):.3e})"
         )
 
 
 def in_two_processes(worker):
-    """What `worker(rank, port, results)` leaves in its results, run as two processes that can meet at the port."""
+    """Return what `worker(rank, port, results)` leaves in its results, run as two processes that meet at the port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -210,7 +217,7 @@ def in_two_processes(worker):
 
 
 def attack_briefly(run: dcnet.training.Run) -> None:
-    """Adds what `dcnet attack` adds to a run of digits, in a second."""
+    """Add what `dcnet attack` adds to a run of digits, in a second."""
     test = load_data("digits").test
     model = run.model
     with torch.no_grad():

@@ -5,7 +5,7 @@ from dcnet import at_least, learnable, m, positive
 
 
 def register_own():
-    """A user's formulas, with all that registration admits and JavaScript could trip over."""
+    """Register a user's formulas, with all that registration admits and JavaScript could trip over."""
 
     @dcnet.magnitude
     def rational(n, rho, alpha: positive = 1.0, new: learnable(start=0.5, floor=0.1, least=0.05) = 0.25):

@@ -132,7 +132,9 @@ def test_private_names_are_in_one_file():
         for path in SOURCES
         if path != ROOT / "util" / "compat.py"
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if PRIVATE.search(line.replace("torch._inductor", "")) and "logging" not in line and '"torch._export"' not in line
+        if PRIVATE.search(line.replace("torch._inductor", ""))
+        and "logging" not in line
+        and '"torch._export"' not in line
     }
     assert found == {}
 
@@ -158,15 +160,18 @@ assert not torch.cuda.is_initialized()
 print(seconds, of_torch)
 """
     code = (
-        "import time\nstart = time.perf_counter()\nimport torch, sys\nof_torch = time.perf_counter() - start\nbefore = set(sys.modules)\n"
-        + code
+        "import time\nstart = time.perf_counter()\nimport torch, sys\nof_torch = time.perf_counter() - "
+        "start\nbefore = set(sys.modules)\n" + code
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(3)
-    ]
-    # on a busy machine everything takes longer, PyTorch too
-    assert any(float(seconds) < max(0.3, 0.15 * float(of_torch)) for seconds, of_torch in runs), runs
+    runs = []
+    for _ in range(3):  # on a busy machine everything takes longer, PyTorch too
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds, of_torch = map(float, done.stdout.split())
+        runs.append((seconds, of_torch))
+        if seconds < max(0.3, 0.15 * of_torch):
+            break
+    else:
+        pytest.fail(f"import dcnet takes too long (seconds, of which PyTorch): {runs}")
 
 
 def test_files_fit_on_a_few_screens():

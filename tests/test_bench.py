@@ -41,11 +41,17 @@ def test_shapes_are_those_of_the_network():
     assert all(Shape.parse(str(shape)) == shape for shape in shapes)
 
 
-def test_every_case_has_its_plain_twin():
+def test_every_case_has_its_plain_twin(catalogue):
+    @dcnet.magnitude
+    def users(n):
+        """‖x‖/2"""
+        return 0.5 * n, 0.5
+
     for cuda in (True, False):
         for what in ("all", "networks", "layers"):
             wanted = list(cases(cuda, what))
             assert {case.plain for case in wanted} <= set(wanted)
+            assert len({case.title for case in wanted}) == len(set(wanted)), "two cases have one line"
     quick = [
         case.operator
         for case in cases(True, "networks", quick=True)
@@ -138,10 +144,10 @@ def test_command_line(tmp_path):
     assert "| ours |" not in result.output
     result = CliRunner().invoke(app, ["bench", "--cpu", "--match", "cnn99"])
     assert result.exit_code == 2
-    assert "nothing to measure has 'cnn99' in its line; there are cnn9_narrow, 32→32" in " ".join(
+    assert "nothing to measure has 'cnn99' in its line; there are cnn9_narrow, 64→64" in " ".join(
         result.output.replace("│", " ").split()
     )
-    one = "128→128, 3×3/1, 8×8, forward, batch 16, float32, ours tanh + cosine"
+    one = "128→128, 3×3/1, 8×8, forward, batch 16, float32, contiguous, ours tanh + cosine"
     measured = CliRunner().invoke(app, ["bench", "--cpu", "--match", one, "--out", str(tmp_path / "one.csv")])
     assert measured.exit_code == 0, measured.output
     assert {row["operator"] for row in read(tmp_path / "one.csv")} == {"", "tanh + cosine"}

@@ -46,7 +46,10 @@ def test_no_curve_of_the_demo_is_at_chance(tmp_path, operator):
 
 
 def test_a_short_fine_tune_is_evaluated_properly(tmp_path):
-    """From a plain network's weights to another operator in a few steps: E{‖x‖} starts at 1, BatchNorm's averages are the plain network's."""
+    """From a plain network's weights to another operator in a few steps.
+
+    E{‖x‖} starts at 1, and BatchNorm's averages are the plain network's.
+    """
     options = {"norm": "batch", "batch": 64, "lr": 2e-3}
     train(tmp_path / "plain", magnitude=None, epochs=2.0, **options)
     run = train(tmp_path / "tuned", pretrained=str(tmp_path / "plain"), steps=10, **options)
@@ -56,15 +59,19 @@ def test_a_short_fine_tune_is_evaluated_properly(tmp_path):
 TRACELESS = {
     "batch": {"norm": "batch"},
     "moving average": {"ema": 0.9, "norm": "batch", "accumulate": 2},
-    "pgd": {"adversarial": "pgd", "adversarial_steps": 1, "adversarial_share": 0.5, "norm": "batch", "batch": 512},
+    "pgd": {"adversarial": "pgd", "adversarial_steps": 1, "adversarial_share": 0.5, "norm": "batch", "batch": 128},
 }
 
 
+@pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("options", TRACELESS.values(), ids=TRACELESS)
 def test_evaluations_leave_no_trace_in_what_is_trained(tmp_path, options):
-    """Weights, averages of training, optimizer and random numbers are the same with and without: also where images are made on those averages."""
+    """Weights, averages of training, optimizer and random numbers are the same with and without evaluations.
+
+    That holds too where adversarial images are made on those averages.
+    """
     runs = [
-        train(tmp_path / str(batches), **{"epochs": 2.0, "batch": 256, "recalibrate": batches} | options)
+        train(tmp_path / str(batches), **{"epochs": 2.0, "batch": 64, "recalibrate": batches} | options)
         for batches in (0, 3)
     ]
     without, with_them = (load_checkpoint(run.checkpoint)[0] for run in runs)
@@ -77,9 +84,10 @@ def test_evaluations_leave_no_trace_in_what_is_trained(tmp_path, options):
     assert any(not torch.equal(with_them[name], with_them[name.replace("calibrated/", weights)]) for name in found)
 
 
+@pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("options", [{}, {"ema": 0.9}], ids=["weights", "moving average"])
 def test_the_loaded_network_is_the_evaluated_one(tmp_path, options):
-    run = train(tmp_path / "run", "demo", steps=44, **options)
+    run = train(tmp_path / "run", "demo", steps=10, **options)
     test = dcnet.training.open_data(run.recipe, dcnet.training.Ranks(0, 1, torch.device("cpu"))).test
     with torch.no_grad():
         right = dcnet.load(run.folder)(test.images / 255.0).argmax(1) == test.labels
@@ -109,8 +117,8 @@ def test_an_interrupted_network_can_be_used(tmp_path, monkeypatch, stop, options
     assert float(right.float().mean()) > 0.75
 
 
-def test_more_batches_than_an_epoch_has(tmp_path):
-    run = train(tmp_path / "run", epochs=1.0, batch=512, recalibrate=100)  # two steps
+def test_more_batches_than_an_epoch_has(tmp_path, few_digits):
+    run = train(tmp_path / "run", epochs=1.0, batch=160, recalibrate=100)  # two steps
     tensors, _ = load_checkpoint(run.checkpoint)
     assert tensors["calibrated/stages.0.conv.num_batches_tracked"] == 2
 

@@ -1,4 +1,4 @@
-"""The commands about runs: odd names, other encodings, going on and starting again, lists, comparison, prediction, help."""
+"""The commands about runs: odd names, encodings, going on, starting again, lists, comparison, prediction, help."""
 
 import json
 import os
@@ -146,8 +146,8 @@ def test_iterating(tmp_path, monkeypatch):
     (tmp_path / "runs" / first / "result.json").unlink()
     unfinished = words(call("evaluate", f"runs/{first}", "--device", "cpu"))
     assert (
-        f"runs/{first} is unfinished: these are its weights after 10 steps, of 2 epochs. Go on with: dcnet train --resume"
-        in unfinished
+        f"runs/{first} is unfinished: these are its weights after 10 steps, of 2 epochs. Go on with: dcnet train "
+        "--resume" in unfinished
     )
     assert "unfinished" not in words(call("evaluate", f"runs/{second}", "--device", "cpu"))
     assert call("train", *flags, "--epochs", "1", "--overwrite").exit_code == 0

@@ -11,7 +11,7 @@ from torch import nn
 import dcnet
 
 
-class Standardised(nn.Conv2d):
+class Standardized(nn.Conv2d):
     """A convolution with arithmetic of its own."""
 
     def forward(self, x):
@@ -26,7 +26,7 @@ class Model(nn.Module):
             [nn.Conv2d(8, 8, 3, padding="same", dilation=2, groups=2, bias=False), nn.Conv2d(8, 8, 1)]
         )
         self.again = self.blocks[1]
-        self.special = Standardised(8, 8, 3, padding=1)
+        self.special = Standardized(8, 8, 3, padding=1)
         self.volume = nn.Conv3d(8, 8, 1)
         self.up = nn.ConvTranspose2d(8, 8, 2)
         self.late = nn.LazyConv2d(4, 1)
@@ -48,7 +48,7 @@ def test_the_linear_weighted_operator_changes_nothing():
     report = dcnet.decouple_(model, "linear", "cosine", weighting="linear")
     assert report.converted == ["stem", "blocks.0", "blocks.1", "volume"]  # a shared module once
     assert list(report.skipped) == ["special", "late", "head"]
-    assert "Standardised, with a forward of its own" in report.skipped["special"]
+    assert "Standardized, with a forward of its own" in report.skipped["special"]
     assert "run the model once" in report.skipped["late"]
     assert "nn.Linear, which is not among types" in report.skipped["head"]
     assert model.again is model.blocks[1]
@@ -84,9 +84,9 @@ def test_weights_hooks_and_optimizers_survive():
 
 def test_linear_and_subclasses_when_asked():
     model = Model()
-    with pytest.warns(UserWarning, match="special: the forward of Standardised is dropped"):
-        report = dcnet.decouple_(model, "log", types=(nn.Linear, Standardised))
-    assert report.notes == ["special: the forward of Standardised is dropped"]
+    with pytest.warns(UserWarning, match="special: the forward of Standardized is dropped"):
+        report = dcnet.decouple_(model, "log", types=(nn.Linear, Standardized))
+    assert report.notes == ["special: the forward of Standardized is dropped"]
     assert report.converted == ["special", "head"]
     assert type(model.special) is dcnet.DecoupledConv2d
     assert type(model.head) is dcnet.DecoupledLinear

@@ -62,12 +62,12 @@ def test_features_stand_with_their_class(axis):
         [points[0], points[3]],
         [points[1], points[2]],
     ]
-    assert [[float(value) for value in part.xy] for part in axis.texts] == [[0.0, 2.0], [3.0, 0.0]]  # at the centres
+    assert [[float(value) for value in part.xy] for part in axis.texts] == [[0.0, 2.0], [3.0, 0.0]]  # at the centers
     assert [part.get_text() for part in axis.texts] == ["cat", "dog"]  # of owls there is none
-    assert [centre.get_xydata().tolist() for centre in axis.lines[:2]] == [[[0.0, 2.0]], [[3.0, 0.0]]]
+    assert [center.get_xydata().tolist() for center in axis.lines[:2]] == [[[0.0, 2.0]], [[3.0, 0.0]]]
 
 
-def test_more_classes_than_colours(axis):
+def test_more_classes_than_colors(axis):
     names = [str(number) for number in range(12)]
     points = np.random.default_rng(0).normal(size=(12, 2)).tolist()
     figures.draw_features(axis, {"classes": names, "features": {"points": points, "labels": list(range(12))}})
@@ -273,7 +273,7 @@ def test_those_that_are_fooled_come_first():
     assert all(entry["before"]["class"] == entry["label"] for entry in found)
 
 
-def test_eps_of_grey_images_and_of_a_callers_choice(tmp_path):
+def test_eps_of_gray_images_and_of_a_callers_choice(tmp_path):
     run = dcnet.train(dcnet.make_recipe("demo", steps=1), tmp_path / "one", quiet=True)
     assert inspect_run(run)["eps"] == 0.1
     assert inspect_run(run, eps=0.2)["eps"] == 0.2

@@ -1,4 +1,7 @@
-"""Layers in the hands of other tools: torch.fx, torch.jit.trace, counters of operations; timm, torchvision, fvcore where they are installed."""
+"""Layers in the hands of other tools: torch.fx, torch.jit.trace, counters of operations.
+
+timm, torchvision and fvcore too, where they are installed.
+"""
 
 import copy
 import io
@@ -45,7 +48,8 @@ def images(*sizes, seed=0):
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-# -- torch.fx -------------------------------------------------------------------------------------------------------------
+# -- torch.fx
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_layers_are_leaves_of_fx():
@@ -104,7 +108,8 @@ def test_torchvision_has_subclasses_that_compute_the_same():
     assert all("nn.Linear" in reason for reason in report.skipped.values())
 
 
-# -- torch.jit.trace ------------------------------------------------------------------------------------------------------
+# -- torch.jit.trace
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,8 @@ def test_a_trace_can_be_trained():
         torch.testing.assert_close(p.grad, q.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-# -- counting -------------------------------------------------------------------------------------------------------------
+# -- counting
+# -------------------------------------------------------------------------------------------------------------
 
 
 def flops(model, x, training=False):
@@ -208,7 +214,8 @@ def test_fvcore_counts_the_epilogue_too():
             assert outputs < extra < 40 * outputs, (magnitude, angular)
 
 
-# -- packages that merge kernels, or build networks of layers of their own ---------------------------------------------------
+# -- packages that merge kernels, or build networks of layers of their own
+# ---------------------------------------------------
 
 
 def test_timm_does_not_reparameterize_converted_blocks():

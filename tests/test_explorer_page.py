@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import dcnet
 from dcnet.explorer import render
 from dcnet.formulas import choose
-from dcnet.layers.decoupled import LayerOptions
+from dcnet.layers.options import LayerOptions
 from dcnet.ops.operator import WEIGHTINGS
 
 PLOTS = ("h-plot", "g-plot", "response-plot", "plane-plot")
@@ -132,22 +132,24 @@ def test_the_pictures_show_the_package_numbers(page):
     }
     assert_close(torch.tensor(drawn["plane"], dtype=torch.float64), dcnet.decoupled_linear(x, w, **options).flatten())
     # orange where the response is positive: towards w, and at θ = 0, which is below
-    colours = page.evaluate("""() => {
+    colors = page.evaluate("""() => {
         const read = (id, ...points) => {
             const { width, height } = element(id);
             const { data } = element(id).getContext("2d").getImageData(0, 0, width, height);
-            return points.map(([across, down]) => [...data.slice(4 * (Math.round(down * height) * width + Math.round(across * width))).slice(0, 3)]);
+            const place = ([across, down]) => 4 * (Math.round(down * height) * width + Math.round(across * width));
+            return points.map((point) => [...data.slice(place(point)).slice(0, 3)]);
         };
         return [...read("plane-plot", [0.7, 0.1], [0.3, 0.75]), ...read("response-plot", [0.7, 0.8], [0.7, 0.15])];
     }""")
-    assert [red > blue for red, _, blue in colours] == [True, False, True, False]
+    assert [red > blue for red, _, blue in colors] == [True, False, True, False]
 
 
 def test_contours_stand_where_the_values_are(page):
     """Of a ramp from −60 to 60: a line at every quarter of the limit, broken where negative."""
     inked = page.evaluate("""() => {
         const context = new OffscreenCanvas(480, 480).getContext("2d");
-        drawContours(context, { left: 0, top: 0, width: 480, height: 480 }, 120, 120, (column) => column + 0.5 - 60, 80);
+        const box = { left: 0, top: 0, width: 480, height: 480 };
+        drawContours(context, box, 120, 120, (column) => column + 0.5 - 60, 80);
         const { data } = context.getImageData(0, 0, 480, 480);
         const across = [...Array(480).keys()];
         return across.map((x) => across.filter((y) => data[4 * (480 * y + x) + 3] > 20).length);
@@ -223,7 +225,8 @@ def test_dragging(page):
     assert changes(before, pictures(page)) == set()
 
 
-# Every combination the page lets one choose: its line at the start, with every field filled, and with all that can be learned.
+# Every combination the page lets one choose: its line at the start, with every field filled, and with all that can be
+# learned.
 EVERY_LINE = """() => {
     const select = (id, value) => { element(id).value = value; element(id).dispatchEvent(new Event("change")); };
     const enabled = (id) => [...element(id).options].filter((option) => !option.disabled).map((option) => option.value);
@@ -233,13 +236,15 @@ EVERY_LINE = """() => {
         for (const weighting of enabled("weighting")) {
             element("reset").click();
             Object.entries({ magnitude, angular, weighting }).forEach(([id, value]) => select(id, value));
-            const entry = { choice: [magnitude, angular, setting.weighting], plain: element("line").textContent, fields: {} };
+            const choice = [magnitude, angular, setting.weighting];
+            const entry = { choice, plain: element("line").textContent, fields: {} };
             for (const field of document.querySelectorAll(".controls input[type=number]")) {
                 field.value = entry.fields[field.id] = Number((1.01 + Math.random()).toFixed(3));
                 field.dispatchEvent(new Event("input"));
             }
             entry.filled = element("line").textContent;
-            for (const { id } of [...document.querySelectorAll("[id$=-learned]")]) element(id).checked || element(id).click();
+            const learned = [...document.querySelectorAll("[id$=-learned]")];
+            for (const { id } of learned) element(id).checked || element(id).click();
             found.push({ ...entry, learned: element("line").textContent });
         }
     }
@@ -395,4 +400,4 @@ def test_a_phone(chromium, file, scheme):
         after = pictures(page)
         assert all(
             before[plot][0] != after[plot][0] and before[plot][1] == after[plot][1] for plot in PLOTS
-        )  # other colours, same numbers
+        )  # other colors, same numbers

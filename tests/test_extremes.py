@@ -1,4 +1,4 @@
-"""Zero, parallel, opposite, huge and tiny patches; the identities that hold exactly, and those that hold without eps."""
+"""Zero, parallel, opposite, huge and tiny patches; identities that hold exactly, and those without eps."""
 
 import pytest
 import torch

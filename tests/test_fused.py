@@ -39,7 +39,10 @@ CASES = SMALL | AWKWARD if GPU else SMALL
 
 @pytest.fixture(autouse=True)
 def exact_convolutions():
-    """Our kernels are on trial, not cuDNN: its Winograd gradients of the weight are outside the rule by themselves (benchmarks/NOTES.md)."""
+    """Test our kernels, not cuDNN.
+
+    Its Winograd gradients of the weight are outside the rule by themselves (benchmarks/NOTES.md).
+    """
     with torch.backends.cudnn.flags(enabled=False):
         yield
 
@@ -55,7 +58,8 @@ def check(case, dtype, magnitude, angular, weighting, mean_norm="batch"):
     assert_within_rule(run(case, tensors, magnitude, angular, weighting, "fused", mean_norm), reference, exact)
 
 
-# Every operator sees one geometry in turn in the interpreter, two on a GPU, all of them there with DCNET_ALL=1 (an hour of compiling).
+# Every operator sees one geometry in turn in the interpreter, two on a GPU, all of them there with DCNET_ALL=1 (an hour
+# of compiling).
 TURNS = len(CASES) if os.environ.get("DCNET_ALL") == "1" else 2 if GPU else 1
 PAIRS = [
     (operator, name)
@@ -82,7 +86,10 @@ def test_half_precision(name, dtype):
 @pytest.mark.skipif(not GPU, reason="TF32 is a GPU's")
 @pytest.mark.parametrize("operator", [("tanh", "cosine", None), ("seg", "sigmoid", "linear")], ids=str)
 def test_tf32(operator):
-    """Only the dot product is rounded: norms, angle and magnitude are float32, and the rule holds against a reference that rounds as well."""
+    """Only the dot product is rounded: norms, angle and magnitude are float32.
+
+    The rule holds against a reference that rounds as well.
+    """
     case = Case(2, (8, 64, 16, 16), (64, 64, 3, 3), False, (("padding", 1),), channels_last=True)
     tensors = on_device(operands(case, operator[0], operator[1], torch.float32))
     exact = run(case, as_float64(tensors), *operator, "reference", "batch")
@@ -203,9 +210,9 @@ def test_second_derivatives_raise():
         ):
             for inside in (torch.sin, torch.clone):  # the incoming gradient depends on x and w, or not
                 y = function(x, w)
-                (penalised,) = torch.autograd.grad(inside(y).sum(), wanted, create_graph=True)
+                (penalized,) = torch.autograd.grad(inside(y).sum(), wanted, create_graph=True)
                 with pytest.raises(RuntimeError, match="impl='eager' has"):
-                    torch.autograd.grad(penalised.square().sum() + y.sum(), wanted)
+                    torch.autograd.grad(penalized.square().sum() + y.sum(), wanted)
 
 
 def test_autocast():

@@ -1,4 +1,4 @@
-"""The fused kernels where people use them: checkpointing, export, several ranks, half precision, CUDA graphs; and their memory."""
+"""The fused kernels in use: checkpointing, export, several ranks, half precision, CUDA graphs; their memory."""
 
 import copy
 import os
@@ -199,7 +199,10 @@ def test_two_ranks_are_one_batch():
 
 
 class Guards:
-    """Buffers between margins nobody may write to, filled with NaN: what is read before it is written shows in the results."""
+    """Buffers lie between margins nobody may write to, filled with NaN.
+
+    What is read before it is written shows in the results.
+    """
 
     MARGIN = 64
 

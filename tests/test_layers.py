@@ -42,7 +42,7 @@ def test_linear_keys():
     assert set(dcnet.DecoupledLinear(4, 3, bias=True).state_dict()) == {"weight", "bias"} | EXTRAS
 
 
-def test_weight_normalised_softmax():
+def test_weight_normalized_softmax():
     fc = dcnet.DecoupledLinear(8, 3, magnitude="linear", angular="cosine", eps=0.0)
     x = torch.randn(5, 8)
     torch.testing.assert_close(fc(x), x @ (fc.weight / fc.weight.norm(dim=1, keepdim=True)).T)
@@ -212,7 +212,8 @@ def test_meta_device_and_reset():
     assert layer.raw_k.tolist() == pytest.approx([0.7] * 4)
 
 
-# -- statistics ----------------------------------------------------------------------------------------------------------
+# -- statistics
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_running_norm():
@@ -347,7 +348,7 @@ def test_recalibrate():
     ],
 )
 def test_a_pixel_that_is_not_finite_does_not_stay(how, momentum, value):
-    """The batch it is in does not enter the averages, whether it is the first or a later one; groups without it go on."""
+    """The batch it is in does not enter the averages, the first or a later one; groups without it go on."""
     if how == "fused":
         pytest.importorskip("triton")
     device = "cuda" if how == "fused" and torch.cuda.is_available() else "cpu"

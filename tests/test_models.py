@@ -93,7 +93,7 @@ def test_forward(name, magnitude, size):
 
 
 @pytest.mark.parametrize("magnitude", ["tanh", None])
-def test_initialisation(magnitude):
+def test_initialization(magnitude):
     """He's, by fan-in, everywhere; in `resnet18_modified` Gaussian inside units and Xavier's elsewhere."""
 
     def deviations(name, **options):

@@ -1,4 +1,4 @@
-"""Formulas of one's own belong to the run that was trained with them; nothing in a run folder is executed without a word."""
+"""A user's formulas belong to the run that was trained with them; nothing in a run folder is executed unasked."""
 
 import os
 import signal

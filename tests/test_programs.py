@@ -1,4 +1,4 @@
-"""The recorded passes of the epilogue: nothing of the caller's is written over, and a ReLU in the same pass changes nothing."""
+"""The recorded passes of the epilogue write over nothing of the caller's; a ReLU in the same pass changes nothing."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Records of attacks: which figure stands for a run, whether it is to be believed, and how records are replaced and removed."""
+"""Records of attacks: which figure stands for a run, whether to believe it, replacing and removing records."""
 
 import json
 

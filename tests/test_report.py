@@ -79,15 +79,17 @@ def test_in_a_browser(page, browser, scheme, width):
         for picture in opened.locator("figure svg").all():
             assert picture.get_attribute("aria-label")
             assert picture.bounding_box()["height"] > 100
-        colours = opened.evaluate(
-            """[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector("figure svg text")).fill,
+        colors = opened.evaluate(
+            """[getComputedStyle(document.body).backgroundColor,
+            getComputedStyle(document.querySelector("figure svg text")).fill,
                 getComputedStyle(document.querySelector("td")).color]""",
         )
-        light = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours]
+        light = [sum(map(int, re.findall(r"\d+", color)[:3])) for color in colors]
         assert (light[0] > 600) == (scheme == "light")
         assert all(abs(light[0] - other) > 400 for other in light[1:])
         assert opened.evaluate(
-            "new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size == document.querySelectorAll('[id]').length"
+            "new Set([...document.querySelectorAll('[id]')].map(e => e.id)).size == "
+            "document.querySelectorAll('[id]').length"
         )
 
 
@@ -129,7 +131,10 @@ def test_a_folder_that_cannot_be_written_to(runs, tmp_path):
 
 
 def attacked(folder, run, *results, attack="pgd"):
-    """A copy of the run, with these records of attacks: accuracy, ε · 255, images, and changes of the check-up or None for none."""
+    """Return a copy of the run, with these records of attacks.
+
+    accuracy, ε · 255, images, and changes of the check-up or None for none.
+    """
     shutil.copytree(run.folder, folder)
     check_up = run.attacks[0]["check-up"]
     records = []
@@ -165,7 +170,7 @@ MASKED = BELIEVED | {
 
 
 def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
-    """At one ε for all runs, with ε and images written out; the last record, at another ε, is not it, nor is its check-up."""
+    """At one ε for all runs, written out with the images; not the last record and its check-up, at another ε."""
     first = attacked(
         tmp_path / "first", runs[1], (30.0, 8, 1000, BELIEVED), (1.0, 64, 1000, MASKED), (99.0, 2, 1000, MASKED)
     )
@@ -200,7 +205,7 @@ def test_accuracy_and_verdict_are_of_one_set_up(runs, tmp_path):
 
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_result_table_fits(runs, browser, tmp_path, width):
-    """With long names and a figure in doubt: nothing to scroll; on a phone the columns that matter, the rest on demand."""
+    """Long names and a figure in doubt: nothing to scroll; on a phone the columns that matter, the rest on demand."""
     attack = "pgd:iterations=100:restarts=5:loss=margin"
     folders = [
         attacked(tmp_path / f"{name}-with-a-name-of-some-length", runs[1], (40.0, 8, 1000, MASKED), attack=attack)
@@ -290,7 +295,10 @@ def test_many_runs(runs, tmp_path, count):
 
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_many_deep_runs(runs, tmp_path, count):
-    """Runs as `dcnet train` leaves them, of a network with 31 layers and 200 epochs: twenty in under 20 s on two cores, 5 MB at most."""
+    """Twenty runs as `dcnet train` leaves them: in under 20 s on two cores, 5 MB at most.
+
+    Each of a network with 31 layers and 200 epochs.
+    """
     torch.set_num_threads(2 if count == 20 else 1)
     inspected, last = inspect_run(runs[1]), runs[1].metrics[-1]
     names = [f"units.{number}.conv" for number in range(31)]

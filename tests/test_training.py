@@ -1,5 +1,6 @@
 """Training: runs on disk, resumption bit for bit, options, and what stops a run."""
 
+import contextlib
 import json
 import math
 import os
@@ -18,11 +19,22 @@ from torch import nn
 
 import dcnet
 from dcnet.data.folder import ImageFolder
-from dcnet.training import Interrupted, NonFiniteLoss, find_runs, state, trainer
+from dcnet.training import Interrupted, NonFiniteLoss, run_folders, state, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
 from dcnet.training.optimizer import make_optimizer
 
-SMALL = {"epochs": 2.0, "batch": 256, "recalibrate": 2}  # five steps an epoch
+SMALL = {"epochs": 2.0, "batch": 64, "recalibrate": 2}  # five steps an epoch, of `few_digits`
+
+
+@pytest.fixture
+def all_digits():
+    """Asked for by the tests that depend on how well a network learns."""
+
+
+@pytest.fixture(autouse=True)
+def few_unless_all(request):
+    if "all_digits" not in request.fixturenames:
+        request.getfixturevalue("few_digits")
 
 
 def recipe(**options):
@@ -34,7 +46,7 @@ def train(folder, resume=False, **options):
 
 
 def assert_same_run(a, b):
-    """Weights, optimiser, counters, metrics: everything but the time it took."""
+    """Weights, optimizer, counters, metrics: everything but the time it took."""
     (left, left_state), (right, right_state) = (load_checkpoint(run.checkpoint) for run in (a, b))
     assert set(left) == set(right)
     for name, tensor in left.items():
@@ -48,7 +60,7 @@ def assert_same_run(a, b):
         assert a.result["accuracy"] == b.result["accuracy"]
 
 
-def test_a_run(tmp_path):
+def test_a_run(tmp_path, all_digits):
     run = train(tmp_path / "run", epochs=3.0, batch=128)
     assert run.accuracy > 80.0
     result = run.result
@@ -71,7 +83,7 @@ def test_a_run(tmp_path):
     assert 100 * float(right) == pytest.approx(result["accuracy"])
     again = train(tmp_path / "run", epochs=3.0, batch=128)  # finished: nothing to do
     assert again.result == result
-    assert [found.folder for found in find_runs(tmp_path)] == [run.folder]
+    assert run_folders(tmp_path) == [run.folder]
 
 
 def test_another_recipe_is_refused(tmp_path):
@@ -148,7 +160,7 @@ def test_interrupted_in_an_evaluation(tmp_path, monkeypatch):
 
 
 def test_in_the_background(tmp_path, monkeypatch):
-    """SIGINT is ignored where a script has started the run with &, and stays so; SIGTERM stops it, with a checkpoint."""
+    """SIGINT stays ignored where a script has started the run with &; SIGTERM stops it, with a checkpoint."""
     original = state.TrainingState.train_step
 
     def step(self, images, labels):
@@ -196,6 +208,7 @@ def test_a_crash_without_a_word(tmp_path, monkeypatch):
             raise OSError("no space left on device")
         original(self, run)
 
+    monkeypatch.setattr(state.TrainingState, "save_is_due", lambda self: True)
     monkeypatch.setattr(state.TrainingState, "save", save)
     with pytest.raises(OSError, match="no space left"):
         train(tmp_path / "run", epochs=3.0)
@@ -204,48 +217,60 @@ def test_a_crash_without_a_word(tmp_path, monkeypatch):
     assert_same_run(train(tmp_path / "run", resume=True), whole)
 
 
-def kill_and_resume(tmp_path, kills, epochs):
-    """Runs the command line, kills it at random moments, resumes; then compares with a run that was left alone."""
-    random.seed(kills)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    flags = f"--data digits --model cnn9_narrow --batch 64 --epochs {epochs} --save-every 7 --device cpu".split()
-    command = [sys.executable, "-m", "dcnet", "train"]
+KILLED = {"batch": 64, "epochs": 1.0, "save_every": 4, "recalibrate": 2}
 
-    def finish(*arguments):
-        subprocess.run([*command, *arguments], env=environment, check=True, capture_output=True)
 
-    began = time.monotonic()
-    finish(*flags, "--run", str(tmp_path / "whole"))
-    length = time.monotonic() - began
+def start(folder, *arguments):
+    """Start `dcnet train` in a process of its own, in the folder; a run that has begun goes on."""
+    fields = [word for name, value in arguments for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = ["--resume", str(folder)] if (folder / "recipe.json").exists() else [*fields, "--run", str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "dcnet", "train", *given, "--device", "cpu"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def written(path):
+    """When the file was written last, 0 before."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def test_killed_and_resumed(tmp_path, all_digits):
+    """Killed at two moments between checkpoints, the run ends as one that was left alone, here in this process."""
+    whole = dcnet.train(dcnet.make_recipe(**KILLED), tmp_path / "whole", device="cpu", quiet=True)
     folder = tmp_path / "killed"
-    killed = 0
-    while killed < kills:
-        arguments = ["--resume", str(folder)] if (folder / "recipe.json").exists() else [*flags, "--run", str(folder)]
-        process = subprocess.Popen(
-            [*command, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            process.wait(random.uniform(0.3, 0.9) * length if kills < 5 else random.uniform(2.0, 5.0))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            killed += 1
-        if (folder / "result.json").exists():
-            break
-    if not (folder / "result.json").exists():
-        finish("--resume", str(folder))
-    runs = [dcnet.Run(tmp_path / name) for name in ("killed", "whole")]
-    assert_same_run(*runs)
-    return killed
-
-
-def test_killed_and_resumed(tmp_path):
-    assert kill_and_resume(tmp_path, kills=3, epochs=3) > 0
+    for extra in (0.02, 0.1):
+        before = written(folder / "checkpoint.safetensors")
+        process = start(folder, *KILLED.items())
+        while written(folder / "checkpoint.safetensors") == before and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(extra)
+        assert process.poll() is None, "it ended before it was killed"
+        kill(process)
+    assert_same_run(train(folder, resume=True), whole)
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(tmp_path):
-    assert kill_and_resume(tmp_path, kills=20, epochs=40) == 20
+def test_killed_twenty_times(tmp_path, all_digits):
+    """The same at random moments, before the first checkpoint and while files are written too."""
+    random.seed(20)
+    options = KILLED | {"epochs": 40.0, "save_every": 7}
+    whole = dcnet.train(dcnet.make_recipe(**options), tmp_path / "whole", device="cpu", quiet=True)
+    folder = tmp_path / "killed"
+    for _ in range(20):
+        process = start(folder, *options.items())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(random.uniform(2.0, 5.0))
+        assert process.poll() is None, "it ended before it was killed"
+        kill(process)
+    assert_same_run(train(folder, resume=True), whole)
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -278,7 +303,7 @@ def test_accumulation_is_the_same_step(tmp_path):
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_options_change_something(tmp_path):
+def test_options_change_something(tmp_path, all_digits):
     """Every option that is to change the result does, and repeating one does not."""
     common = {"steps": 1}
     reference = train(tmp_path / "reference", **common)
@@ -323,8 +348,8 @@ def natural(tmp_path_factory):
     return left_by_fgsm(train(tmp_path_factory.mktemp("natural") / "run", **ADVERSARIAL))
 
 
-@pytest.mark.parametrize("kind", ["fgsm", "pgd", pytest.param("trades", marks=pytest.mark.slow)])
-def test_adversarial_training(tmp_path, kind, natural):
+@pytest.mark.parametrize("kind", ["fgsm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pgd", "trades"))])
+def test_adversarial_training(tmp_path, kind, natural, all_digits):
     """It makes the network harder to fool than natural training does, and moves no statistics on the way."""
     hardened = train(tmp_path / kind, **ADVERSARIAL, adversarial=kind)
     assert left_by_fgsm(hardened) > natural + 5.0
@@ -481,7 +506,8 @@ def test_non_finite_loss(tmp_path, monkeypatch):
         return y * math.inf if len(calls) > 3 * 7 else y  # three poolings a step
 
     monkeypatch.setattr(nn.MaxPool2d, "forward", forward)
-    words = r"at step 8 \(epoch 2, batch 3, learning rate 0.001\): the output of layer 'stages.3' \(MaxPool2d\) is the first"
+    words = r"at step 8 \(epoch 2, batch 3, learning rate 0.001\): "
+    words += r"the output of layer 'stages.3' \(MaxPool2d\) is the first"
     with pytest.raises(NonFiniteLoss, match=words):
         train(tmp_path / "other", evaluate_every=0, magnitude=None)
     # a GPU is not asked at every step: nothing must be saved before it is
@@ -498,7 +524,7 @@ def test_non_finite_loss(tmp_path, monkeypatch):
         lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 10 == 0 else None),
     )
     with pytest.raises(NonFiniteLoss, match=r"at step 8 "):
-        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=10, batch=128)
+        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=10, batch=32)
     assert not (tmp_path / "late" / "checkpoint.safetensors").exists()
     tensors, state = load_checkpoint(tmp_path / "other" / "checkpoint.safetensors")
     assert state["step"] == 5
@@ -516,7 +542,8 @@ def test_a_batch_with_a_pixel_that_is_not_finite(tmp_path, monkeypatch):
             yield images, labels
 
     monkeypatch.setattr(dcnet.data.Resident, "train_batches", train_batches)
-    words = r"at step 8 \(epoch 2, batch 3, learning rate 0.001\): the images of that batch are not finite: number 5 and 1 more of 256"
+    words = r"at step 8 \(epoch 2, batch 3, learning rate 0.001\): "
+    words += "the images of that batch are not finite: number 5 and 1 more of 64"
     with pytest.raises(NonFiniteLoss, match=words):
         train(tmp_path / "run")
 
@@ -539,7 +566,7 @@ def test_what_is_no_recipe(tmp_path, monkeypatch):
         ({"data": "cifar11"}, "unknown data set 'cifar11'"),
         ({"model": "resnet23"}, "unknown model 'resnet23'"),
         ({"magnitude": "tahn"}, "unknown magnitude 'tahn'"),
-        ({"batch": 2000}, "batch=2000 is larger than the 1442 training images"),
+        ({"batch": 400}, "batch=400 is larger than the 320 training images"),
         ({"batch": 10, "accumulate": 4}, "batch=10 cannot be divided among 1 processes × accumulate=4"),
         ({"radius": "big"}, "radius='big'; possible: learned, or a number"),
         ({"batch": 4, "accumulate": 4, "norm": "batch"}, "in parts of one image"),

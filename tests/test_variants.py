@@ -45,7 +45,7 @@ def test_kernels_of_the_plain_network(kind, tmp_path):
 
 
 def test_predicted_labels_in_adversarial_training():
-    """Images are made for what the network says, not for the truth: another step where the two differ, the same where they agree."""
+    """Images are made for what the network says: another step where it is wrong, the same where it is right."""
     model = build_model(dcnet.make_recipe(magnitude=None), SHAPE).eval()
     images = torch.rand(8, 1, 8, 8)
     said = model(images).argmax(1)

@@ -1,4 +1,4 @@
-"""Plants known mistakes in a copy of the package, one at a time; the tests must catch every one.
+"""Plant known mistakes in a copy of the package, one at a time; the tests must catch every one.
 
     python tools/mutants.py [NAME ...] [--list]
 
@@ -293,21 +293,21 @@ MUTANTS = [
         "layers/optimization.py",
         "scale / norm, 1.0)",
         "scale / (norm.square() + 1e-4).sqrt(), 1.0)",
-        "test_optimisation.py",
+        "test_optimization.py",
     ),
     Mutant(
         "projection: weighted layers too",
         "layers/optimization.py",
         "if layer.weighting is not None:",
         "if False:",
-        "test_optimisation.py",
+        "test_optimization.py",
     ),
     Mutant(
         "weighted gradients: eps forgotten",
-        "layers/optimization.py",
+        "layers/weighted_gradients.py",
         "root(squares, self.eps)",
         "root(squares, 0.0)",
-        "test_optimisation.py",
+        "test_optimization.py",
     ),
     Mutant(
         "weighted gradients: only those of the parts of FSDP2",
@@ -373,10 +373,10 @@ MUTANTS = [
     ),
     Mutant(
         "penalty: groups mixed",
-        "layers/optimization.py",
+        "layers/penalties.py",
         "(layer._kernels_and_groups()[1], -1)",
         "(1, -1)",
-        "test_optimisation.py",
+        "test_optimization.py",
     ),
     Mutant("separate: α twice", "ops/operator.py", 'return (("alpha", 1.0),) if', "return () if", "test_extremes.py"),
     Mutant(
@@ -519,8 +519,8 @@ MUTANTS = [
     Mutant(
         "training: saved without looking",
         "training/trainer.py",
-        "    _stop_if_not_finite(job, data, per_epoch)\n    job.save(run)",
-        "    job.save(run)",
+        "    _stop_if_not_finite(state, data, per_epoch)\n    state.save(run)",
+        "    state.save(run)",
         "test_training.py",
     ),
     Mutant(
@@ -587,10 +587,10 @@ MUTANTS = [
         "test_drawn.py",
     ),
     Mutant(
-        "figures: centres left out",
+        "figures: centers left out",
         "figures/features.py",
-        "centre = mine.mean(axis=0)",
-        "centre = mine[0]",
+        "center = mine.mean(axis=0)",
+        "center = mine[0]",
         "test_drawn.py",
     ),
     Mutant(
@@ -603,8 +603,8 @@ MUTANTS = [
     Mutant(
         "figures: angles reversed",
         "figures/layers.py",
-        "imshow(relative, cmap=SEQ",
-        "imshow(relative[:, ::-1], cmap=SEQ",
+        "relative, cmap=SEQUENTIAL",
+        "relative[:, ::-1], cmap=SEQUENTIAL",
         "test_drawn.py",
     ),
     Mutant(
@@ -627,16 +627,16 @@ MUTANTS = [
     Mutant(
         "figures: cosines without sign",
         "figures/layers.py",
-        "return unit @ unit.T",
-        "return np.abs(unit @ unit.T)",
+        "= unit @ unit.T",
+        "= np.abs(unit @ unit.T)",
         "test_drawn.py",
     ),
     Mutant("figures: ε not times 255", "figures/robustness.py", '(255.0 * p["eps"],', '(p["eps"],', "test_drawn.py"),
     Mutant(
         "figures: cross at the right ones",
         "figures/robustness.py",
-        "'' if what['class'] ==",
-        "'' if what['class'] !=",
+        '"" if what["class"] ==',
+        '"" if what["class"] !=',
         "test_drawn.py",
     ),
     Mutant(
@@ -660,9 +660,7 @@ MUTANTS = [
         "fooled = after.argmax(1) == labels",
         "test_drawn.py",
     ),
-    Mutant(
-        "inspection: ε of colour images", "inspection/run.py", "_EPS_GREY = 0.1", "_EPS_GREY = EPS", "test_drawn.py"
-    ),
+    Mutant("inspection: ε of color images", "inspection/run.py", "_EPS_GRAY = 0.1", "_EPS_GRAY = EPS", "test_drawn.py"),
     Mutant(
         "inspection: sine for cosine",
         "inspection/layers.py",
@@ -715,7 +713,7 @@ MUTANTS = [
 
 
 def plant(mutant: Mutant, folder: Path) -> None:
-    """Changes the copy of the package in the folder."""
+    """Change the copy of the package in the folder."""
     path = folder / "src" / "dcnet" / mutant.file
     text = path.read_text()
     if mutant.old not in text:
@@ -727,12 +725,12 @@ def plant(mutant: Mutant, folder: Path) -> None:
         text = "from dataclasses import replace\n" + text
     path.write_text(text)
     if mutant.unchecked:
-        path = folder / "src" / "dcnet" / "formulas" / "catalogue.py"
+        path = folder / "src" / "dcnet" / "formulas" / "registration.py"
         path.write_text(path.read_text().replace("formula = checks.check_slopes(formula)", "pass"))
 
 
 def survives(mutant: Mutant) -> bool:
-    """Whether the tests named pass although the mistake is there."""
+    """Return whether the tests named pass although the mistake is there."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in ("src", "tests", "docs"):

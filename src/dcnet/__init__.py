@@ -1,14 +1,18 @@
 """dcnet: decoupled networks (Liu et al., CVPR 2018) for PyTorch.
 
 A convolution's output is ⟨w, x⟩ = ‖w‖‖x‖cos θ. A decoupled operator replaces it by h(‖w‖, ‖x‖)·g(θ), with the
-magnitude function h and the angular function g chosen from a catalogue, learned, or one's own.
+magnitude function h and the angular function g chosen from a catalogue, learned, or your own.
 """
 
-from dcnet import robustness
+import importlib
+from typing import Any
+
+from dcnet import formulas, robustness
 from dcnet.deploy import ExportReport, export, load_weights_
 from dcnet.explaining import Explanation, explain, explanations
-from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
+from dcnet.formulas import angular, angulars, learnable, magnitude, magnitudes
 from dcnet.layers import (
+    Block,
     CoupleReport,
     DecoupledConv1d,
     DecoupledConv2d,
@@ -41,7 +45,26 @@ from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, deco
 from dcnet.training import Callback, Recipe, Run, load, make_recipe, read_recipe, train
 from dcnet.version import __version__
 
+# Imported when they are asked for: they need matplotlib, or are for one command.
+_LAZY = ("bench", "explorer", "figures", "inspection", "report", "tables")
+# What formulas are written with is in `dcnet.formulas`; these names were here first.
+_MOVED = ("at_least", "m", "positive")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"dcnet.{name}")
+    if name in _MOVED:
+        return getattr(formulas, name)
+    raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
 __all__ = [
+    "Block",
     "Callback",
     "CoupleReport",
     "DecoupleReport",
@@ -60,7 +83,6 @@ __all__ = [
     "__version__",
     "angular",
     "angulars",
-    "at_least",
     "average_statistics_",
     "conversion_of",
     "couple_",
@@ -73,6 +95,7 @@ __all__ = [
     "explain",
     "explanations",
     "export",
+    "formulas",
     "from_pretrained",
     "fuse_",
     "fvcore_handles",
@@ -80,7 +103,6 @@ __all__ = [
     "list_models",
     "load",
     "load_weights_",
-    "m",
     "magnitude",
     "magnitudes",
     "make_recipe",
@@ -89,7 +111,6 @@ __all__ = [
     "parameter_groups",
     "patch_norm",
     "plain_state_dict",
-    "positive",
     "project_weights_",
     "read_recipe",
     "recalibrate_",

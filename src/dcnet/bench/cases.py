@@ -6,15 +6,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dcnet.formulas import magnitudes
 from dcnet.layers import DecoupledConv2d
 from dcnet.models import create_model
 
 HOW = ("", "compiled", "reduce-overhead")  # eager, torch.compile, and torch.compile with that mode: CUDA graphs
-# every magnitude with cosine, and three operators with costlier angles
-OPERATORS = (
-    *(f"{magnitude} + cosine" for magnitude in ("sphere", "ball", "tanh", "linear", "seg", "log", "mix")),
-    *("tanh + linear", "seg + square_cosine", "tanh + sigmoid"),
-)
+# One layer on a CPU: the usual operator, costlier angles, and the cheapest.
+_ON_A_CPU = ("tanh + cosine", "tanh + linear", "seg + square_cosine", "tanh + sigmoid:k=learned", "linear + cosine")
+
+
+def operators() -> tuple[str, ...]:
+    """Return every magnitude with cosine, registered ones included, and three operators with costlier angles."""
+    return (
+        *(f"{magnitude} + cosine" for magnitude in magnitudes()),
+        *("tanh + linear", "seg + square_cosine", "tanh + sigmoid"),
+    )
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class Case:
     @property
     def title(self) -> str:
         """One line that tells it from all others."""
-        return f"{self.name}, {self.mode}, batch {self.batch}, {self.dtype}, {self.provider}{f' {self.operator}' if self.operator else ''}"
+        setting = f"{self.name}, {self.mode}, batch {self.batch}, {self.dtype}, {self.layout}"
+        return f"{setting}, {self.provider}{f' {self.operator}' if self.operator else ''}"
 
     @property
     def plain(self) -> "Case":
@@ -68,7 +75,7 @@ class Shape:
 
 
 def shapes_of(network: str, size: int = 32) -> list[Shape]:
-    """The decoupled convolutions of a network on square images, each shape once, the commonest first."""
+    """Return the decoupled convolutions of a network on square images, each shape once, the commonest first."""
     seen: dict[Shape, int] = {}
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
@@ -88,7 +95,7 @@ def shapes_of(network: str, size: int = 32) -> list[Shape]:
 
 
 def cases(cuda: bool, what: str = "all", quick: bool = False) -> Iterator[Case]:
-    """What `dcnet bench` measures on such a device, plain twins first."""
+    """Return what `dcnet bench` measures on such a device, plain twins first."""
     if what in ("all", "networks"):
         yield from _networks(cuda, quick)
     if what in ("all", "layers"):
@@ -115,7 +122,7 @@ def _networks(cuda: bool, quick: bool) -> Iterator[Case]:
             yield from _with_plain(step, ("ours compiled",), ("tanh + cosine",))
         return
     step = Case("network", "resnet32", "training step", 512, "bfloat16", "channels_last", "", "")
-    yield from _with_plain(step, ("ours",), OPERATORS)
+    yield from _with_plain(step, ("ours",), operators())
     yield from _with_plain(replace(step, mode="inference"), ("ours",), ("tanh + cosine",))
     yield from _with_plain(step, ("ours compiled", "ours reduce-overhead"), ("tanh + cosine",))
     yield from _with_plain(replace(step, mode="inference"), ("ours compiled",), ("tanh + cosine",))
@@ -129,11 +136,19 @@ def _networks(cuda: bool, quick: bool) -> Iterator[Case]:
 
 
 def _layers(cuda: bool, quick: bool) -> Iterator[Case]:
-    batch, dtype, layout = (512, "bfloat16", "channels_last") if cuda else (16, "float32", "contiguous")
-    shapes = shapes_of("resnet32" if cuda else "cnn9_narrow")
-    for shape in shapes[: 3 if quick or not cuda else None]:
+    two = ("tanh + cosine", "tanh + linear")
+    if cuda:
+        for case in _both_ways(shapes_of("resnet32")[: 3 if quick else None], 512, "bfloat16", "channels_last"):
+            yield from _with_plain(case, ("ours", "straightforward"), two)
+        return
+    for layout in ("contiguous", "channels_last"):
+        wide = Case("layer", str(Shape(64, 64, 3, 1, 32)), "forward + backward", 32, "float32", layout, "", "")
+        yield from _with_plain(wide, ("ours",), _ON_A_CPU)
+    for case in _both_ways(shapes_of("cnn9_narrow")[:3], 16, "float32", "contiguous"):
+        yield from _with_plain(case, ("ours",), two)
+
+
+def _both_ways(shapes: list[Shape], batch: int, dtype: str, layout: str) -> Iterator[Case]:
+    for shape in shapes:
         for mode in ("forward", "forward + backward"):
-            case = Case("layer", str(shape), mode, batch, dtype, layout, "", "")
-            yield from _with_plain(
-                case, ("ours", "straightforward") if cuda else ("ours",), ("tanh + cosine", "tanh + linear")
-            )
+            yield Case("layer", str(shape), mode, batch, dtype, layout, "", "")

@@ -20,9 +20,12 @@ Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80t
 
 
 def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[Measures]:
-    """Milliseconds, and seconds until the first call was through; on a GPU also peak memory, and the shares of kernels and host.
+    """Measure the cases. Return milliseconds, and seconds until the first call was done, for each.
 
-    Several cases take turns, so that a slow moment of the machine hits them all. On a GPU they come one by one, for the memory's sake.
+    On a GPU, return peak memory and the shares of kernels and host too.
+
+    Several cases take turns, so that a slow moment of the machine hits them all. On a GPU they come one by one, for the
+    memory's sake.
     """
     torch.compiler.reset()
     gc.collect()
@@ -89,7 +92,8 @@ def _layer(case: Case, device: torch.device) -> Callable[[], Any]:
     layer: nn.Module
     geometry = {"stride": shape.stride, "padding": shape.kernel // 2, "bias": False}
     if case.operator:
-        layer = DecoupledConv2d(shape.inputs, shape.outputs, shape.kernel, **geometry, **_operator(case))  # type: ignore[arg-type]
+        options: dict[str, Any] = {**geometry, **_operator(case)}
+        layer = DecoupledConv2d(shape.inputs, shape.outputs, shape.kernel, **options)
     else:
         layer = nn.Conv2d(shape.inputs, shape.outputs, shape.kernel, **geometry)  # type: ignore[arg-type]
     layer = _provided(layer, case, device)
@@ -126,7 +130,9 @@ def _provided(model: nn.Module, case: Case, device: torch.device) -> nn.Module:
     if case.provider.startswith("straightforward"):
         straightforward_(model)
     model.to(device)
-    return model.to(memory_format=torch.channels_last) if case.layout == "channels_last" else model  # type: ignore[call-overload]
+    if case.layout == "channels_last":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 def _ordered(x: Tensor, case: Case) -> Tensor:
@@ -143,7 +149,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _memory_and_host(run: Callable[[], Any]) -> Measures:
-    """Peak memory, and what the host takes to launch the kernels of a call, with nothing to wait for."""
+    """Return peak memory, and the time the host takes to launch the kernels of a call when nothing waits."""
     hosts = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -157,21 +163,23 @@ def _memory_and_host(run: Callable[[], Any]) -> Measures:
 
 
 def _kernels(run: Callable[[], Any]) -> float:
-    """Milliseconds that all kernels of a call take together."""
-    # Unless told so, PyTorch's profiler stays attached to the driver, and the launches of all later cases take longer (pytorch#144455)
+    """Return the milliseconds that all kernels of a call take together."""
+    # Unless told so, PyTorch's profiler stays attached to the driver, and the launches of all later cases take longer
+    # (pytorch#144455)
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    # It detaches, once a thread of its own has asked for that, within a call of CUDA: without one the process would never end
+    # It detaches, once a thread of its own has asked for that, within a call of CUDA: without one the process would
+    # never end
     for _ in range(20):
         time.sleep(0.01)
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+    return float(sum(event.self_device_time_total for event in profile.key_averages()) / 1e3)
 
 
 def _graph(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The same launches as a CUDA graph."""
+    """Return the same launches as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -189,7 +197,10 @@ def _graph(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _times(runs: Sequence[Callable[[], Any]], device: torch.device, repeats: int) -> list[tuple[float, float, float]]:
-    """Milliseconds of one call of each. On a GPU calls follow one another without waiting, as in training."""
+    """Return the milliseconds of one call of each.
+
+    On a GPU calls follow one another without waiting, as in training.
+    """
     timed: list[list[Callable[[], float]]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, mine in zip(runs, timed, strict=True):
@@ -203,7 +214,7 @@ def _times(runs: Sequence[Callable[[], Any]], device: torch.device, repeats: int
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """Runs it; gives a function that says how many milliseconds it took, to be asked once the device is through."""
+    """Run it; return a function that says how many milliseconds it took, to be asked once the device is through."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

@@ -1,4 +1,4 @@
-"""Runs cases and keeps the records: one long-form CSV, a row for each metric, written as it comes."""
+"""Run cases and keep the records: one long-form CSV, a row for each metric, written as it comes."""
 
 import csv
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ Row = dict[str, str]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a results file; none where there is no file yet."""
+    """Return the rows of a results file; none where there is no file yet."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -36,7 +36,7 @@ def run(
     progress: Callable[[str], None],
     known_commit: str | None = None,
 ) -> list[Row]:
-    """Measures what the file does not have yet for this device, these versions and this commit; gives all its rows."""
+    """Measure what the file does not have yet for this device, these versions and this commit; return all its rows."""
     here = provenance(device)
     if known_commit is not None:
         here["commit"] = known_commit
@@ -81,7 +81,7 @@ def _row(case: Case) -> Row:
 
 
 def _together(cases: list[Case], device: torch.device) -> list[list[Case]]:
-    """Cases that take turns: on a CPU all that share a plain twin, on a GPU each by itself."""
+    """Group the cases that take turns: on a CPU all that share a plain twin, on a GPU each by itself."""
     if device.type == "cuda":
         return [[case] for case in cases]
     groups: dict[Case, list[Case]] = {}

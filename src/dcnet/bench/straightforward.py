@@ -1,4 +1,4 @@
-"""The decoupled convolution as one would write it down: PyTorch's operators one after the other, autograd for the rest.
+"""The decoupled convolution as you would write it down: PyTorch's operators one after the other, autograd for the rest.
 
 What the other implementations are measured against. Patch norms are a convolution of x² with ones.
 """
@@ -37,12 +37,13 @@ class StraightforwardConv2d(DecoupledConv2d):
 
 
 def straightforward_(model: nn.Module) -> nn.Module:
-    """The model with its decoupled convolutions computed step by step, in place."""
+    """Return the model with its decoupled convolutions computed step by step, in place."""
     for module in model.modules():
         if type(module) is DecoupledConv2d:
             if module.weighting is not None or module.groups != 1 or module.padding_mode != "zeros":
                 raise ValueError(
-                    f"only an unweighted convolution of one group with zero padding can be computed step by step, got {module}"
+                    "only an unweighted convolution of one group with zero padding can be computed step by "
+                    f"step, got {module}"
                 )
             module.__class__ = StraightforwardConv2d
     return model

@@ -7,24 +7,28 @@ from dcnet.bench.cases import Case
 from dcnet.bench.records import CASE, Row
 
 BEGIN, END = "<!-- dcnet bench: begin -->", "<!-- dcnet bench: end -->"
-# What a reader wants to know first: our network at a large and a small batch, eager and compiled, cheap and costly operators.
-_STEP = "resnet32, training step, batch 512, bfloat16"
+# What a reader wants to know first: our network at a large and a small batch, eager and compiled, cheap and costly
+# operators.
+_STEP = "resnet32, training step, batch 512, bfloat16, channels_last"
 BRIEF = (
     *(
         f"{_STEP}, ours {operator}"
         for operator in ("tanh + cosine", "linear + cosine", "seg + square_cosine", "tanh + sigmoid")
     ),
     *(f"{_STEP}, {how} tanh + cosine" for how in ("ours compiled", "straightforward")),
-    "resnet32, training step, batch 128, bfloat16, ours tanh + cosine",
-    "cnn9, training step, batch 128, bfloat16, ours tanh + cosine",
-    "resnet32, inference, batch 512, bfloat16, ours tanh + cosine",
-    "resnet32, inference, batch 512, bfloat16, ours compiled tanh + cosine",
+    "resnet32, training step, batch 128, bfloat16, channels_last, ours tanh + cosine",
+    "cnn9, training step, batch 128, bfloat16, channels_last, ours tanh + cosine",
+    "resnet32, inference, batch 512, bfloat16, channels_last, ours tanh + cosine",
+    "resnet32, inference, batch 512, bfloat16, channels_last, ours compiled tanh + cosine",
 )
 _TOGETHER = ("device", "torch", "triton", "commit")  # a ratio is taken within these
 
 
 def render(rows: Iterable[Row], brief: bool = False) -> str:
-    """A Markdown table of time and peak memory, each as a ratio to the plain twin; the last record of a case counts. brief: only BRIEF."""
+    """Return a Markdown table of time and peak memory, each as a ratio to the plain twin.
+
+    The last record of a case counts. brief: only the rows in BRIEF.
+    """
     if brief:
         rows = [row for row in rows if not row["operator"] or _case(row).title in BRIEF]
     values: dict[tuple[str, ...], float] = {}
@@ -49,9 +53,14 @@ def render(rows: Iterable[Row], brief: bool = False) -> str:
         what = f"{row['name']}, {row['mode']}"
         setting = f"{row['batch']}, {row['dtype']}, {row['layout']}"
         lines.append(
-            f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | {kernels} | {memory} |"
+            f"| {what} | {setting} | {row['operator']} | {row['provider']} | {milliseconds:.4g} | {time} | "
+            f"{kernels} | {memory} |"
         )
-    head = "| what | batch, dtype, layout | operator | provider | ms | time | kernels alone | memory |\n|---|---|---|---|---|---|---|---|"
+    head = (
+        "| what | batch, dtype, layout | operator | provider | ms | time | kernels alone | memory |\n"
+        + "|---" * 8
+        + "|"
+    )
     made = sorted(
         {f"{row['device']}, torch {row['torch']}, commit {row['commit']}" for row in order.values() if row["operator"]}
     )
@@ -60,15 +69,14 @@ def render(rows: Iterable[Row], brief: bool = False) -> str:
             head,
             *lines,
             "",
-            "Time, time of the GPU's kernels alone (without waiting for the host) and peak memory as ratios to the plain network in the same run. "
-            + "; ".join(made)
-            + ".",
+            "Time, time of the GPU's kernels alone (without waiting for the host) and peak memory as ratios to "
+            "the plain network in the same run. " + "; ".join(made) + ".",
         ]
     )
 
 
 def render_into(path: Path, table: str, begin: str = BEGIN, end: str = END) -> None:
-    """Puts the table between its two marks in a file."""
+    """Put the table between its two marks in a file."""
     text = path.read_text()
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"{path} must have the lines {begin} and {end} once each, for the table to go between")

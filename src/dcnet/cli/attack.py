@@ -35,7 +35,7 @@ def attack(
             metavar="RUN",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many test images.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only this many test images, the first ones.")] = None,
     separate: Annotated[
         bool, typer.Option("--separate", help="Every attack sees all images, not only the survivors of the last.")
     ] = False,
@@ -100,12 +100,13 @@ def attack(
     say(f"added to {path}")
     if not replace and _again(earlier, result):
         say(
-            "An earlier record has the same set-up; both are kept. --replace keeps the new one only, --records lists all."
+            "An earlier record has the same set-up; both are kept. --replace keeps the new one only, --records "
+            "lists all."
         )
 
 
 def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
-    """Whether one of the attacks was recorded before under the same conditions."""
+    """Return whether one of the attacks was recorded before under the same conditions."""
     names = {entry["attack"] for entry in new["attacks"]}
     return any(
         conditions(record) == conditions(new) and names & {entry["attack"] for entry in record["attacks"]}
@@ -132,7 +133,7 @@ def _edit(run: Path, forget: str | None) -> None:
 
 
 def _numbers(text: str, count: int) -> set[int]:
-    """The numbers of the records that are named."""
+    """Return the numbers of the records that are named."""
     if text == "all":
         return set(range(1, count + 1))
     named = {int(part) if part.strip().isdecimal() else 0 for part in text.split(",")}
@@ -149,7 +150,7 @@ def _numbers(text: str, count: int) -> set[int]:
 
 
 def parse_eps(text: str) -> float:
-    """ε as it is written on the command line."""
+    """Return ε as it is written on the command line."""
     try:
         return parse_number(text)
     except ValueError as error:
@@ -159,7 +160,8 @@ def parse_eps(text: str) -> float:
 def _show(run: Path, result: dict[str, Any]) -> None:
     how = "each on the survivors of the last" if result["cumulative"] else "each on all images"
     table = Table(
-        title=f"{printable(run)}: {result['images']} images, ε = {255 * result['eps']:g}/255, {result['labels']} labels, {how}"
+        title=f"{printable(run)}: {result['images']} images, ε = {255 * result['eps']:g}/255, "
+        f"{result['labels']} labels, {how}"
     )
     for column in ("attack", "attacked", "accuracy left", "median size", "seconds"):
         table.add_column(column, justify="left" if column == "attack" else "right")

@@ -61,12 +61,6 @@ def fail(error: BaseException) -> typing.NoReturn:
     raise typer.Exit(1) from error
 
 
-def described(shape: dict[str, int]) -> str:
-    """Return the shape of data in words."""
-    size = shape["input_size"]
-    return f"{shape['num_classes']} classes and images of {shape['in_channels']}×{size}×{size}"
-
-
 RUN_COLUMNS = ("run", "data, model", "operator", "parameters", "epochs", "test accuracy", "loss", "seconds")
 
 

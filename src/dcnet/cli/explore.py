@@ -20,7 +20,7 @@ def explore(
     formulas: Formulas = None,
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
 ) -> None:
-    """Explore magnitudes and angular functions in the browser: curves, response, projected vectors, and the layer to copy."""
+    """Explore magnitudes and angular functions in the browser: curves, response, vectors, and the layer to copy."""
     try:
         register(formulas)
         page = render()

@@ -22,7 +22,7 @@ _LIST = "\n\n".join(f"- {name}: {kind.shows}" for name, kind in FIGURES.items())
 
 @contextmanager
 def _glyphs() -> Iterator[None]:
-    """A box stands for what the font lacks; that needs no warning for each letter."""
+    """Draw a box for what the font lacks, without a warning for each letter."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
         yield
@@ -75,7 +75,10 @@ def report(
     trust_formulas: TrustFormulas = False,
     data_root: DataRoot = Path("data"),
 ) -> None:
-    """Write a page about one or more runs: results, curves, kernels, angles, robustness; a single file that needs nothing else."""
+    """Write a page about one or more runs: results, curves, kernels, angles, robustness.
+
+    It is a single file that needs nothing else.
+    """
     from dcnet.report import write_report
 
     try:

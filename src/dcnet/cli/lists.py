@@ -31,7 +31,7 @@ def models() -> None:
 
 
 def _structure(model: nn.Module) -> str:
-    """Channels of the convolutions (other than 1×1) in order, then features of fully connected layers before the classifier."""
+    """Return the channels of the convolutions (other than 1×1) in order, then the features of linear layers."""
     convolutions = [m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size != (1, 1)]
     connected = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)][:-1]
     return ", ".join(

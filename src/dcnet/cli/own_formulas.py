@@ -56,7 +56,7 @@ def _run(file: Path) -> None:
 
 
 def _line(error: BaseException, file: Path) -> str:
-    """Where in the file it happened; nothing where the file is no Python, which such an error says by itself."""
+    """Return where in the file it happened; nothing for a syntax error, which says so itself."""
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.resolve()
     ]

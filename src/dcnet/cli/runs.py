@@ -17,7 +17,7 @@ from dcnet.util.text import valid
 
 
 def _number(name: str, sign: float = 1.0) -> Callable[[Run], float]:
-    """By a number of the result; runs without it come last."""
+    """Sort by a number of the result; runs without it come last."""
     return lambda run: sign * (run.result or {}).get(name, sign * math.inf)
 
 
@@ -45,7 +45,7 @@ def runs(
     sort: Annotated[
         str,
         typer.Option(
-            help=f"By what: {', '.join(_ORDERS)}; the highest accuracy and the latest come first, of all else the least.",
+            help=f"By what: {', '.join(_ORDERS)}; the highest accuracy and the latest first, of all else the least.",
             autocompletion=lambda: list(_ORDERS),
             metavar="WHAT",
         ),

@@ -18,6 +18,7 @@ from dcnet.tables import (
     Ledger,
     Plan,
     Runner,
+    check_matches,
     costs,
     find_table,
     markdown,
@@ -113,6 +114,7 @@ def table(
         which = schedule or ("smoke" if data == "digits" else "paper")
         if which not in SCHEDULES:
             raise ValueError(f"unknown schedule {which!r}.{nearest(which, SCHEDULES)} Possible: {', '.join(SCHEDULES)}")
+        check_matches(chosen, match)
         plans = [plan(one, book, runs, which, _seeds(seeds), match, **settings) for one in chosen]
         if show:
             _show(plans, book)
@@ -164,7 +166,8 @@ def _set(fields: list[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or name not in hints:
             raise ValueError(
-                f"--set {text}: must be FIELD=VALUE with a field of a recipe.{nearest(name, hints)} Known: {', '.join(hints)}"
+                f"--set {text}: must be FIELD=VALUE with a field of a recipe.{nearest(name, hints)} Known: "
+                f"{', '.join(hints)}"
             )
         values[name] = value_of_flag(name, value)
     return values

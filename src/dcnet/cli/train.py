@@ -30,7 +30,7 @@ def _kinds(name: str) -> tuple[Any, ...]:
 
 
 def _flag(name: str) -> Any:
-    """The type of a field's flag: text where None, a fraction or a list of numbers can be written."""
+    """Return the type of a field's flag: text where None, a fraction or a list of numbers can be written."""
     kinds = _kinds(name)
     if types.NoneType in kinds or float in kinds or typing.get_origin(kinds[0]) is tuple:
         return str | None
@@ -41,7 +41,7 @@ _WORDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 def value_of_flag(name: str, given: Any) -> Any:
-    """What a flag says, as the field takes it."""
+    """Return what a flag says, as the field takes it."""
     kinds = _kinds(name)
     if types.NoneType in kinds and given == "none":
         return None
@@ -59,13 +59,13 @@ _KNOWN = {"data": NAMES, "model": list_models(), "magnitude": ["none", *magnitud
 
 
 def _completion(known: Iterable[str]) -> Callable[[str], list[str]] | None:
-    """What a shell offers after a flag; None where values are not few."""
+    """Return what a shell offers after a flag; None where the values are too many."""
     words = list(known)
     return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
 
 
 def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with a flag for each field of a recipe; those that are given come as `given`."""
+    """Return the command, with a flag for each field of a recipe; those that are given come as `given`."""
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
 
     def called(**values: Any) -> None:
@@ -191,7 +191,7 @@ def _check_resumed(given: dict[str, Any], recipe: str | None, run: Path | None, 
 
 
 def _base(recipe: str | None) -> Recipe:
-    """The recipe of that name, or the one that the file holds."""
+    """Return the recipe of that name, or the one that the file holds."""
     if recipe is None or recipe in RECIPES or not (recipe.endswith(".json") or Path(recipe).is_file()):
         return make_recipe(recipe)
     return read_recipe(recipe)

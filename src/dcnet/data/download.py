@@ -15,8 +15,13 @@ from typing import IO
 _PIECE = 1 << 18
 
 
-def fetch(addresses: Sequence[str], target: Path, md5: str, progress: Callable[[str, int, int], None] | None = None) -> Path:
-    """The file, fetched from the first address that gives it; a partial one from before is continued. progress: (name, bytes so far, in all)."""
+def fetch(
+    addresses: Sequence[str], target: Path, md5: str, progress: Callable[[str, int, int], None] | None = None
+) -> Path:
+    """Return the file, fetched from the first address that gives it; continue a partial one from before.
+
+    progress: (name, bytes so far, in all).
+    """
     if target.is_file() and _md5(target) == md5:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +30,9 @@ def fetch(addresses: Sequence[str], target: Path, md5: str, progress: Callable[[
     tries = [*addresses, *addresses[-1:]] if partial.exists() else addresses  # what was there before may be damaged
     for address in tries:
         try:
-            _continue(address, partial, lambda done, total: None if progress is None else progress(target.name, done, total))
+            _continue(
+                address, partial, lambda done, total: None if progress is None else progress(target.name, done, total)
+            )
         except (OSError, urllib.error.URLError, http.client.HTTPException) as error:
             failures.append(f"{address}: {error}")
             continue
@@ -35,13 +42,15 @@ def fetch(addresses: Sequence[str], target: Path, md5: str, progress: Callable[[
         partial.unlink()
         failures.append(f"{address}: the file has the MD5 sum {found}, expected {md5}")
     raise OSError(
-        f"{target.name} could not be downloaded:\n  " + "\n  ".join(failures) + f"\nThe same command goes on where this ended. A {target.name} from "
+        f"{target.name} could not be downloaded:\n  "
+        + "\n  ".join(failures)
+        + f"\nThe same command goes on where this ended. A {target.name} from "
         f"elsewhere, with the MD5 sum {md5}, can be put at {target}"
     )
 
 
 def _continue(address: str, partial: Path, progress: Callable[[int, int], None]) -> None:
-    """Downloads what is missing of the file."""
+    """Download what is missing of the file."""
     done = partial.stat().st_size if partial.exists() else 0
     request = urllib.request.Request(address, headers={"Range": f"bytes={done}-"} if done else {})
     try:
@@ -64,7 +73,10 @@ def _continue(address: str, partial: Path, progress: Callable[[int, int], None])
 
 
 def unpack(archive: Path, root: Path, files: Collection[str]) -> None:
-    """Those of the files that the archive holds, under the root: members of a tar file, a .gz file unpacked, or the file itself."""
+    """Return those of the files that the archive holds, unpacked under the root.
+
+    The archive is a tar file, a .gz file, or the file itself.
+    """
     by_name = {Path(file).name: root / file for file in files}
     if archive.name.endswith(".tar.gz"):
         with tarfile.open(archive) as tar:

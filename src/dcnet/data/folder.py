@@ -1,4 +1,7 @@
-"""A folder of images in ImageNet's layout, PATH/train/CLASS/*.jpeg and PATH/val/CLASS/*.jpeg, streamed through worker processes."""
+"""A folder of images in ImageNet's layout, streamed through worker processes.
+
+The layout is PATH/train/CLASS/*.jpeg and PATH/val/CLASS/*.jpeg.
+"""
 
 import os
 from collections.abc import Iterator
@@ -18,18 +21,26 @@ _RESIZED = 256 / 224  # the shorter side before the crop, in crops
 
 
 class ImageFolder:
-    """The batches of a folder. size: of the crops; the shorter side of an image becomes 256/224 of it first, as in the paper."""
+    """The batches of a folder of images.
+
+    size: of the crops; the shorter side of an image becomes 256/224 of it first, as in the paper.
+    """
 
     channels = 3
 
-    def __init__(self, path: str | Path, device: torch.device, seed: int = 0, size: int = 224, workers: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, device: torch.device, seed: int = 0, size: int = 224, workers: int | None = None
+    ) -> None:
         root = Path(path)
         if not root.is_dir():
             raise FileNotFoundError(f"image folder {root} does not exist (looked at {root.resolve()})")
         held_out = next((name for name in ("val", "test") if (root / name).is_dir()), None)
         if not (root / "train").is_dir() or held_out is None:
             found = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
-            raise FileNotFoundError(f"image folder {root} must hold train/CLASS/… and val/CLASS/… (or test/CLASS/…), found the folders {found}")
+            raise FileNotFoundError(
+                f"image folder {root} must hold train/CLASS/… and val/CLASS/… (or test/CLASS/…), found the "
+                f"folders {found}"
+            )
         self.classes = class_names(root / "train")
         self.device, self.seed, self.size = device, seed, size
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
@@ -44,7 +55,9 @@ class ImageFolder:
         for label, name in enumerate(self.classes):
             files = _images_under(folder / name)
             if not files and folder.name == "train":
-                raise FileNotFoundError(f"no images of the class {name!r} under {folder / name}; possible endings: {', '.join(ENDINGS)}")
+                raise FileNotFoundError(
+                    f"no images of the class {name!r} under {folder / name}; possible endings: {', '.join(ENDINGS)}"
+                )
             found += [(str(path), label) for path in files]
         if not found:
             raise FileNotFoundError(f"no images under {folder}; possible endings: {', '.join(ENDINGS)}")
@@ -58,15 +71,20 @@ class ImageFolder:
     def test_length(self) -> int:
         return len(self._test)
 
-    def train_batches(self, epoch: int, first: int, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of the full batches of an epoch, from batch number `first` on: images in [0, 1] and labels."""
+    def train_batches(
+        self, epoch: int, first: int, batch: int, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of the full batches of an epoch: images in [0, 1] and labels.
+
+        `first` is the number of the batch to start from.
+        """
         order = epoch_order(self.train_length, self.seed, epoch).tolist()
         mine = share(batch, rank, world)
         groups = [order[i * batch : (i + 1) * batch][mine] for i in range(first, self.train_length // batch)]
         yield from self._load(_Images(self._train, self.size, (self.seed, epoch)), groups)
 
     def test_batches(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of the test images, each once, in order."""
+        """Yield this rank's share of the test images, each once, in order."""
         indices = list(range(self.test_length))[share(self.test_length, rank, world)]
         groups = [indices[i : i + batch] for i in range(0, len(indices), batch)]
         yield from self._load(_Images(self._test, self.size, None), groups)
@@ -77,25 +95,31 @@ class ImageFolder:
         loader: DataLoader[Any] = DataLoader(images, batch_sampler=groups, generator=torch.Generator(), **options)
         try:
             for batch, labels in loader:
-                yield batch.to(self.device, non_blocking=True).float().div_(255.0), labels.to(self.device, non_blocking=True)
+                yield (
+                    batch.to(self.device, non_blocking=True).float().div_(255.0),
+                    labels.to(self.device, non_blocking=True),
+                )
         except OSError as error:  # a worker's comes with its whole traceback
             line = str(error).strip().splitlines()[-1].removeprefix("OSError: ")
             raise (OSError(line) if _UNREADABLE in line else error) from None
 
 
 def class_names(path: Path) -> tuple[str, ...]:
-    """The classes in a folder, sorted; what starts with a dot is some program's own."""
+    """Return the classes in a folder, sorted; what starts with a dot is some program's own."""
     return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
 
 def _images_under(folder: Path) -> list[Path]:
-    """The images at any depth, sorted. By `os.walk`, which asks the disk nothing about each of a million files."""
+    """Return the images at any depth, sorted.
+
+    `os.walk` asks the disk nothing about each of a million files.
+    """
     names = (Path(where, name) for where, _, names in os.walk(folder) for name in names if not name.startswith("."))
     return sorted(path for path in names if path.suffix.lower() in ENDINGS)
 
 
 def _resized(image: Any, size: int) -> np.ndarray:
-    """The pixels of an image of Pillow's, its shorter side a little longer than the crop."""
+    """Return the pixels of an image of Pillow's, its shorter side a little longer than the crop."""
     from PIL.Image import Resampling
 
     scale = size * _RESIZED / min(image.size)
@@ -104,7 +128,7 @@ def _resized(image: Any, size: int) -> np.ndarray:
 
 
 def middle_crop(image: Any, size: int) -> np.ndarray:
-    """Return the middle of an image of Pillow's, as test images are seen: (size, size), and its channels if there are several."""
+    """Return the middle of a Pillow image, as test images are seen: (size, size), and its channels if several."""
     pixels = _resized(image, size)
     top, left = ((side - size) // 2 for side in pixels.shape[:2])
     return pixels[top : top + size, left : left + size]

@@ -1,4 +1,4 @@
-"""The official files of MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100: where they are, their MD5 sums, and what is in them."""
+"""The official files of MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100: places, MD5 sums, and contents."""
 
 import gzip
 import hashlib
@@ -17,7 +17,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A file to download: its MD5 sum and the addresses that have it, the official one first. It may hold several of our files."""
+    """A file to download: its MD5 sum and the addresses that have it, the official one first.
+
+    It may hold several of our files.
+    """
 
     name: str
     md5: str
@@ -26,7 +29,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Official:
-    """A data set: its files with their MD5 sums ("" for those kept as they were downloaded), its sources, and how to read it."""
+    """A data set: its files with their MD5 sums, its sources, and how to read it.
+
+    The sum is "" for a file that is kept as it was downloaded.
+    """
 
     files: dict[str, str]
     sources: tuple[Source, ...]
@@ -39,7 +45,10 @@ class MissingData(FileNotFoundError):
 
 
 def load(name: str, root: Path, download: bool, progress: Progress | None = None) -> DataSet:
-    """The data set read from its files under the folder; with `download`, what is missing or corrupt there is fetched first."""
+    """Read the data set from its files under the folder.
+
+    With `download`, fetch what is missing or corrupt there first.
+    """
     known = OFFICIAL[name]
     wrong = {file: state for file, md5 in known.files.items() if (state := _state(root / file, md5)) is not None}
     if wrong and download:
@@ -64,7 +73,7 @@ def load(name: str, root: Path, download: bool, progress: Progress | None = None
 
 
 def _state(path: Path, md5: str) -> str | None:
-    """What is wrong with a file, None if nothing is."""
+    """Return what is wrong with a file, None if nothing is."""
     if not path.is_file():
         return "missing"
     with path.open("rb") as file:
@@ -72,11 +81,15 @@ def _state(path: Path, md5: str) -> str | None:
     return None if found == md5 else f"corrupt (MD5 {found}, the official file has {md5})"
 
 
-def _cifar(folder: str, train: tuple[str, ...], test: str, label: int, labels: int) -> Callable[[Path], tuple[Split, Split]]:
-    """Records of `labels` label bytes, of which one counts, then the planes R, G, B."""
+def _cifar(
+    folder: str, train: tuple[str, ...], test: str, label: int, labels: int
+) -> Callable[[Path], tuple[Split, Split]]:
+    """Record of `labels` label bytes, of which one counts, then the planes R, G, B."""
 
     def split(root: Path, names: tuple[str, ...]) -> Split:
-        records = np.concatenate([np.fromfile(root / folder / name, np.uint8).reshape(-1, labels + 3072) for name in names])
+        records = np.concatenate(
+            [np.fromfile(root / folder / name, np.uint8).reshape(-1, labels + 3072) for name in names]
+        )
         images = torch.from_numpy(records[:, labels:].reshape(-1, 3, 32, 32).copy())
         return Split(images, torch.from_numpy(records[:, label].astype(np.int64)))
 
@@ -84,7 +97,7 @@ def _cifar(folder: str, train: tuple[str, ...], test: str, label: int, labels: i
 
 
 def _idx(folder: str, ending: str) -> Callable[[Path], tuple[Split, Split]]:
-    """MNIST's format: big-endian header, then bytes."""
+    """Read MNIST's format: a big-endian header, then bytes."""
 
     def read(path: Path) -> np.ndarray:
         data = gzip.decompress(path.read_bytes()) if ending else path.read_bytes()
@@ -113,12 +126,13 @@ def _sources(sums: dict[str, str], *mirrors: str) -> tuple[Source, ...]:
 
 
 _CIFAR100 = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle caterpillar cattle chair
-chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp
-lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
-pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider
-squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf
-woman worm
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
+willow_tree wolf woman worm
 """
 
 OFFICIAL = {

@@ -1,4 +1,7 @@
-"""Randomness of the data, as a function of the seed and of where a run is: nothing to save, and the same for any number of ranks."""
+"""Randomness of the data, as a function of the seed and of where a run is.
+
+There is nothing to save, and it is the same for any number of ranks.
+"""
 
 import numpy as np
 from numpy.random import Generator
@@ -7,20 +10,20 @@ _ORDER, _BATCH, _IMAGE = range(3)
 
 
 def epoch_order(length: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the examples in that epoch: a permutation int64 (length,)."""
+    """Return the order of the examples in that epoch: a permutation int64 (length,)."""
     return np.random.default_rng((seed, _ORDER, epoch)).permutation(length)
 
 
 def of_batch(seed: int, epoch: int, batch: int) -> Generator:
-    """Random numbers for the batch of that number."""
+    """Return random numbers for the batch of that number."""
     return np.random.default_rng((seed, _BATCH, epoch, batch))
 
 
 def of_image(seed: int, epoch: int, image: int) -> Generator:
-    """Random numbers for the image of that index."""
+    """Return random numbers for the image of that index."""
     return np.random.default_rng((seed, _IMAGE, epoch, image))
 
 
 def share(count: int, rank: int, world: int) -> slice:
-    """The part of so many examples that is this rank's."""
+    """Return this rank's part of that many examples."""
     return slice(count * rank // world, count * (rank + 1) // world)

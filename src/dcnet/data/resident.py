@@ -12,13 +12,18 @@ AUGMENTATIONS = ("none", "crop", "flip", "crop+flip")
 
 
 class Resident:
-    """The batches of a data set. augment: one of AUGMENTATIONS; crops are taken from images padded by their mirror image."""
+    """The batches of a data set in memory.
+
+    augment: one of AUGMENTATIONS; crops are taken from images padded by their mirror image.
+    """
 
     def __init__(self, data: DataSet, device: torch.device, seed: int = 0, augment: str = "none", pad: int = 4) -> None:
         if augment not in AUGMENTATIONS:
             raise ValueError(f"unknown augmentation {augment!r}; possible: {', '.join(AUGMENTATIONS)}")
         if "crop" in augment and not 0 < pad < data.size:
-            raise ValueError(f"pad={pad} does not go with images of {data.size}×{data.size}; possible: 1 to {data.size - 1}")
+            raise ValueError(
+                f"pad={pad} does not go with images of {data.size}×{data.size}; possible: 1 to {data.size - 1}"
+            )
         self.classes, self.channels, self.size = data.classes, data.channels, data.size
         self.seed, self.pad, self.flips = seed, pad if "crop" in augment else 0, "flip" in augment
         self.device = device
@@ -32,8 +37,13 @@ class Resident:
     def test_length(self) -> int:
         return len(self.test.labels)
 
-    def train_batches(self, epoch: int, first: int, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of the full batches of an epoch, from batch number `first` on: images in [0, 1] and labels."""
+    def train_batches(
+        self, epoch: int, first: int, batch: int, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's share of the full batches of an epoch: images in [0, 1] and labels.
+
+        `first` is the number of the batch to start from.
+        """
         order = torch.from_numpy(epoch_order(self.train_length, self.seed, epoch)).to(self.device)
         mine = share(batch, rank, world)
         for number in range(first, self.train_length // batch):
@@ -55,11 +65,13 @@ class Resident:
             flip = torch.from_numpy(flips[mine]).to(self.device, non_blocking=True).bool()
             columns = torch.where(flip[:, None], columns.flip(1), columns)
         channels = torch.arange(self.channels, device=self.device)
-        gathered = images[picks[:, None, None, None], channels[None, :, None, None], rows[:, None, :, None], columns[:, None, None, :]]
+        gathered = images[
+            picks[:, None, None, None], channels[None, :, None, None], rows[:, None, :, None], columns[:, None, None, :]
+        ]
         return gathered.float().div_(255.0)
 
     def _mirrored(self, shift: Tensor) -> Tensor:
-        """The rows (or columns) of images shifted by so many pixels, mirrored where they end: (N, size)."""
+        """Return the rows (or columns) of images shifted by that many pixels, mirrored where they end: (N, size)."""
         at = (torch.arange(self.size, device=self.device) + shift).abs()
         return torch.where(at < self.size, at, 2 * (self.size - 1) - at)
 

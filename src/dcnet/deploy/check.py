@@ -79,7 +79,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cast_inputs(arguments: Arguments, dtype: torch.dtype) -> Arguments:
-    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, arguments)
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, arguments)  # type: ignore[no-any-return]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -97,7 +97,7 @@ def with_batch(arguments: Arguments, count: int) -> Arguments:
     if batch == 0:
         return arguments
     index = torch.arange(count) % batch
-    return tree_map(
+    return tree_map(  # type: ignore[no-any-return]
         lambda v: v[index.to(v.device)] if isinstance(v, Tensor) and v.dim() and len(v) == batch else v, arguments
     )
 
@@ -117,4 +117,4 @@ def other_size(model: nn.Module, arguments: Arguments) -> Arguments | None:
         run_model(model, other)
     except Exception:  # whatever a model says to a size it was not made for
         return None
-    return other
+    return other  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ def grad_cam(model: nn.Module, images: Tensor, target: Tensor, layer: nn.Module 
             )
         layer = convolutions[-1]
     found = attr.LayerGradCam(model, layer).attribute(images, target, relu_attributions=True)
-    return attr.LayerAttribution.interpolate(found, tuple(images.shape[2:]), "bilinear").squeeze(1).detach()
+    return attr.LayerAttribution.interpolate(found, tuple(images.shape[2:]), "bilinear").squeeze(1).detach()  # type: ignore[no-any-return]
 
 
 def integrated_gradients(model: nn.Module, images: Tensor, target: Tensor, steps: int = 32) -> Tensor:
@@ -38,4 +38,4 @@ def integrated_gradients(model: nn.Module, images: Tensor, target: Tensor, steps
     attr = _captum()
     check_evaluating(model)
     found = attr.IntegratedGradients(model).attribute(images, target=target, n_steps=steps, internal_batch_size=64)
-    return found.detach()
+    return found.detach()  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-// Drawing on a canvas: axes with ticks and labels, curves, heat maps and their colours. Knows nothing of formulas.
+// Drawing on a canvas: axes with ticks and labels, curves, heat maps and their colors. Knows nothing of formulas.
 
 const FONT = "12px system-ui, sans-serif";
 const PI_TICKS = [[0, "0"], [Math.PI / 4, "π/4"], [Math.PI / 2, "π/2"], [(3 * Math.PI) / 4, "3π/4"], [Math.PI, "π"]];
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 // The canvas made as sharp as the screen, and empty: {context, width, height} in CSS pixels.
 function clear(canvas) {
@@ -61,8 +61,8 @@ function drawAxes(context, box, { x, y, xTicks, yTicks, xLabel, yLabel }) {
   const toY = (v) => box.top + box.height - ((v - y[0]) / (y[1] - y[0])) * box.height;
   context.save();
   context.lineWidth = 1;
-  context.strokeStyle = colour("grid");
-  context.fillStyle = colour("faint");
+  context.strokeStyle = color("grid");
+  context.fillStyle = color("faint");
   for (const [value, name] of xTicks ?? ticksOf(x, box.width / 70)) {
     line(context, [[toX(value), box.top], [toX(value), box.top + box.height]]);
     context.textAlign = "center";
@@ -75,10 +75,10 @@ function drawAxes(context, box, { x, y, xTicks, yTicks, xLabel, yLabel }) {
     context.textBaseline = "middle";
     context.fillText(name, box.left - 5, toY(value));
   }
-  context.strokeStyle = colour("faint");
+  context.strokeStyle = color("faint");
   if (y[0] < 0 && y[1] > 0) line(context, [[box.left, toY(0)], [box.left + box.width, toY(0)]]);
   context.strokeRect(box.left, box.top, box.width, box.height);
-  context.fillStyle = colour("ink");
+  context.fillStyle = color("ink");
   context.textAlign = "center";
   context.textBaseline = "bottom";
   if (xLabel) context.fillText(xLabel, box.left + box.width / 2, box.top + box.height + 36);
@@ -112,7 +112,7 @@ function inside(context, box, draw) {
   context.restore();
 }
 
-// Names of curves in a row at the top of a canvas, each with its line: [{name, colour, dash}].
+// Names of curves in a row at the top of a canvas, each with its line: [{name, color, dash}].
 function drawLegend(context, left, top, width, curves) {
   context.save();
   context.textAlign = "left";
@@ -123,20 +123,20 @@ function drawLegend(context, left, top, width, curves) {
     if (x > left && x + needed > left + width) [x, y] = [left, y + 16];
     stroke(context, curve);
     line(context, [[x, y], [x + 24, y]]);
-    context.fillStyle = colour("ink");
+    context.fillStyle = color("ink");
     context.fillText(curve.name, x + 28, y);
     x += needed + 8;
   }
   context.restore();
 }
 
-function stroke(context, { colour: name, dash = [], width = 2 }) {
-  context.strokeStyle = colour(name);
+function stroke(context, { color: name, dash = [], width = 2 }) {
+  context.strokeStyle = color(name);
   context.lineWidth = width;
   context.setLineDash(dash);
 }
 
-// -- colours of a response -------------------------------------------------------------------------------------------
+// -- colors of a response -------------------------------------------------------------------------------------------
 
 // sRGB to and from Oklab, in which equal steps look equal (Björn Ottosson, 2020).
 function toOklab(hex) {
@@ -169,9 +169,9 @@ function fromOklab([L, a, b]) {
   ].map((v) => 255 * (v <= 0.0031308 ? 12.92 * v : 1.055 * v ** (1 / 2.4) - 0.055));
 }
 
-// 511 colours from the lowest over the neutral zero to the highest, as bytes r, g, b.
-function divergingColours() {
-  const [low, zero, high] = ["low", "zero", "high"].map((name) => toOklab(colour(name)));
+// 511 colors from the lowest over the neutral zero to the highest, as bytes r, g, b.
+function divergingColors() {
+  const [low, zero, high] = ["low", "zero", "high"].map((name) => toOklab(color(name)));
   const table = new Uint8ClampedArray(511 * 3);
   for (let i = 0; i < 511; i++) {
     const share = Math.abs(i - 255) / 255;
@@ -183,14 +183,14 @@ function divergingColours() {
 
 // An image of values(column, row) over a box, rows from the top; what is not a number stays empty.
 function drawHeat(context, box, columns, rows, values, limit) {
-  const colours = divergingColours();
+  const colors = divergingColors();
   const image = new ImageData(columns, rows);
   for (let row = 0, i = 0; row < rows; row++) {
     for (let column = 0; column < columns; column++, i += 4) {
       const value = values(column, row);
       if (Number.isNaN(value)) continue;
       const index = 3 * Math.round(255 + 255 * Math.max(-1, Math.min(1, value / limit)));
-      for (let j = 0; j < 3; j++) image.data[i + j] = colours[index + j];
+      for (let j = 0; j < 3; j++) image.data[i + j] = colors[index + j];
       image.data[i + 3] = 255;
     }
   }
@@ -201,7 +201,7 @@ function drawHeat(context, box, columns, rows, values, limit) {
   context.drawImage(small, box.left, box.top, box.width, box.height);
 }
 
-// Lines of equal values(column, row) over a box, dashed where negative, so that grey print keeps the sign. Marching squares between centres.
+// Lines of equal values(column, row) over a box, dashed where negative, so that gray print keeps the sign. Marching squares between centers.
 function drawContours(context, box, columns, rows, values, limit) {
   const levels = [-0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75].map((share) => ({ level: share * limit, path: new Path2D() }));
   const grid = Float64Array.from({ length: columns * rows }, (_, i) => values(i % columns, Math.floor(i / columns)));
@@ -230,26 +230,26 @@ function drawContours(context, box, columns, rows, values, limit) {
   context.save();
   context.globalAlpha = 0.6;
   for (const { level, path } of levels) {
-    stroke(context, { colour: "ink", width: level === 0 ? 1.2 : 0.7 });
+    stroke(context, { color: "ink", width: level === 0 ? 1.2 : 0.7 });
     context.stroke(path);
   }
   context.restore();
 }
 
-// The scale of colours beside a box.
-function drawColourBar(context, box, limit, label) {
+// The scale of colors beside a box.
+function drawColorBar(context, box, limit, label) {
   const bar = { left: box.left + box.width + 12, top: box.top, width: 12, height: box.height };
   drawHeat(context, bar, 1, 255, (_, row) => limit * (1 - (2 * row) / 254), limit);
   context.save();
-  context.strokeStyle = colour("faint");
+  context.strokeStyle = color("faint");
   context.strokeRect(bar.left, bar.top, bar.width, bar.height);
-  context.fillStyle = colour("faint");
+  context.fillStyle = color("faint");
   context.textAlign = "left";
   context.textBaseline = "middle";
   for (const share of [-1, -0.5, 0, 0.5, 1]) {
     context.fillText(nameNumber(share * limit), bar.left + bar.width + 4, bar.top + ((1 - share) / 2) * bar.height);
   }
-  context.fillStyle = colour("ink");
+  context.fillStyle = color("ink");
   context.textAlign = "right";
   context.textBaseline = "bottom";
   context.fillText(label, bar.left + bar.width + 40, bar.top - 9);

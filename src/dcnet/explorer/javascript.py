@@ -25,19 +25,20 @@ _COMPARISON = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "
 
 
 def to_javascript(formula: Formula) -> str:
-    """The formula as a JavaScript function of its arguments, in their order, that returns [value, slope, …]."""
+    """Return the formula as a JavaScript function of its arguments, in their order, that returns [value, slope, …]."""
     return _Translation(formula).text()
 
 
 def syntax_tree(formula: Formula) -> ast.FunctionDef:
-    """The formula's definition, with the line numbers of its file."""
+    """Return the formula's definition, with the line numbers of its file."""
     code = formula.function.__code__
     where = f"{formula.kind} {formula.name!r} cannot be translated: "
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
     except (OSError, SyntaxError) as error:
         raise ValueError(
-            f"{where}its source cannot be read, as it was defined in {code.co_filename}; define it in a file or a notebook"
+            f"{where}its source cannot be read, as it was defined in {code.co_filename}; define it in a file or "
+            "a notebook"
         ) from error
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
@@ -110,11 +111,12 @@ class _Translation:
             ):
                 return f"m.{name}"
             case ast.Call(func=function, args=given, keywords=keywords):
-                return f"{self.expression(function)}({', '.join(map(self.expression, [*given, *self.by_name(node, keywords)]))})"
+                values = map(self.expression, [*given, *self.by_name(node, keywords)])
+                return f"{self.expression(function)}({', '.join(values)})"
         raise self.refusal(node)
 
     def by_name(self, call: ast.Call, keywords: list[ast.keyword]) -> list[ast.expr]:
-        """The arguments a call of m gives by name, in the order of the positions."""
+        """Return the arguments a call of m gives by name, in the order of the positions."""
         if not keywords:
             return []
         if not isinstance(call.func, ast.Attribute) or any(keyword.arg is None for keyword in keywords):
@@ -126,7 +128,8 @@ class _Translation:
     def refusal(self, node: ast.expr | ast.stmt) -> ValueError:
         formula = self.formula
         return ValueError(
-            f"{formula.kind} {formula.name!r} cannot be translated: {ast.unparse(node)!r} ({type(node).__name__}) at line {node.lineno} "
+            f"{formula.kind} {formula.name!r} cannot be translated: {ast.unparse(node)!r} "
+            f"({type(node).__name__}) at line {node.lineno} "
             f"of {formula.function.__code__.co_filename}; possible: {POSSIBLE}",
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 from dcnet.explorer.javascript import to_javascript
 from dcnet.formulas import LEARNED, Formula, angulars, m, magnitudes, positive
 from dcnet.formulas.catalogue import Parameter
-from dcnet.layers.decoupled import LayerOptions
+from dcnet.layers.options import LayerOptions
 from dcnet.ops.operator import WEIGHTINGS
 
 HERE = Path(__file__).parent
@@ -26,13 +26,13 @@ OTHERS = {
 
 
 def render() -> str:
-    """The page as HTML that needs nothing else, with every formula registered now."""
+    """Return the page as HTML that needs nothing else, with every formula registered now."""
     script = "\n".join([arithmetic(), *(_read(name) for name in PAGE)])
     return _read("page.html").replace("/* style */", _read("page.css")).replace("/* script */", script)
 
 
 def arithmetic() -> str:
-    """The JavaScript without the page: `m`, FORMULAS, the refused combinations, and `makeOperator`."""
+    """Return the JavaScript without the page: `m`, FORMULAS, the refused combinations, and `makeOperator`."""
     constants = {
         "ASIN_SLOPE_FLOOR": m.ASIN_SLOPE_FLOOR,
         "LEARNED": LEARNED,
@@ -48,7 +48,7 @@ def arithmetic() -> str:
 
 
 def refusals() -> dict[str, str]:
-    """Why the package refuses a combination, in its own words, by a key such as "sphere joint" or "sphere radius"."""
+    """Return why the package refuses a combination, in its own words, by a key such as "sphere joint"."""
     found: dict[str, str] = {}
     some = next(iter(angulars()))
     null = json.dumps(None)  # as JavaScript spells it in a key
@@ -107,7 +107,7 @@ def _describe_parameter(parameter: Parameter) -> dict[str, Any]:
 
 
 def _symbol(name: str) -> str:
-    """The paper's letter for a name such as alpha; other names as they are."""
+    """Return the paper's letter for a name such as alpha; other names as they are."""
     try:
         return unicodedata.lookup(f"GREEK SMALL LETTER {name}")
     except KeyError:

@@ -2,19 +2,19 @@
 
 const SAMPLES = 400;
 const CELLS = 120; // of a heat map, each way
-const SLOPES = [{ colour: "slope", dash: [7, 4] }, { colour: "further", dash: [2, 3] }, { colour: "projected", dash: [9, 3, 2, 3] }];
+const SLOPES = [{ color: "slope", dash: [7, 4] }, { color: "further", dash: [2, 3] }, { color: "projected", dash: [9, 3, 2, 3] }];
 
-// The numbers behind the pictures. Angles and cells are sampled at centres: no slope is capped there, no vector without direction.
+// The numbers behind the pictures. Angles and cells are sampled at centers: no slope is capped there, no vector without direction.
 function compute(setting) {
   const operator = operatorOf(setting);
-  const centres = (count, high) => Array.from({ length: count }, (_, i) => ((i + 0.5) / count) * high);
+  const centers = (count, high) => Array.from({ length: count }, (_, i) => ((i + 0.5) / count) * high);
   const n = Array.from({ length: SAMPLES }, (_, i) => (i / (SAMPLES - 1)) * setting.reach);
-  const theta = centres(SAMPLES, Math.PI);
+  const theta = centers(SAMPLES, Math.PI);
   const h = transpose(n.map((v) => operator.h(v)));
   const g = transpose(theta.map((t) => inTheta(operator.g(Math.cos(t)), t)));
   // f is a product, so that its picture over ‖x‖ and θ needs no more than a row and a column
-  const across = centres(CELLS, setting.reach).map((v) => operator.h(v)[0]);
-  const down = centres(CELLS, Math.PI).map((t) => operator.g(Math.cos(t))[0]).reverse();
+  const across = centers(CELLS, setting.reach).map((v) => operator.h(v)[0]);
+  const down = centers(CELLS, Math.PI).map((t) => operator.g(Math.cos(t))[0]).reverse();
   const w = kernelOf(setting);
   const plane = new Float64Array(CELLS * CELLS);
   const place = (i) => ((2 * (i + 0.5)) / CELLS - 1) * setting.reach;
@@ -37,7 +37,7 @@ function drawCurves(canvas, { x, range, xLabel, xTicks, letter, argument, result
   const { context, width, height } = clear(canvas);
   const further = furtherSlopes(formula).map((name) => `∂${letter}/∂${symbolOf(formula, name)}`);
   const names = [letter, `∂${letter}/∂${argument}`, ...further];
-  const curves = results.map((values, i) => ({ name: names[i], values, ...(i ? SLOPES[(i - 1) % SLOPES.length] : { colour: "value" }) }));
+  const curves = results.map((values, i) => ({ name: names[i], values, ...(i ? SLOPES[(i - 1) % SLOPES.length] : { color: "value" }) }));
   const [left, right] = [58, 18];
   drawLegend(context, left, 10, width - left - right, curves);
   const room = height - 28 - 44 - 16;
@@ -54,17 +54,17 @@ function drawCurves(canvas, { x, range, xLabel, xTicks, letter, argument, result
         line(context, x.map((v, i) => [to.x(v), to.y(curve.values[i])]));
       }
       const probe = marks.find((mark) => mark.results);
-      shown.forEach((curve, i) => drawDot(context, to.x(probe.at), to.y(probe.results[box === above ? i : i + 1]), curve.colour));
+      shown.forEach((curve, i) => drawDot(context, to.x(probe.at), to.y(probe.results[box === above ? i : i + 1]), curve.color));
     });
   }
   const summary = curves.map((curve) => `${curve.name} from ${nameNumber(Math.min(...curve.values))} to ${nameNumber(Math.max(...curve.values))}`);
   canvas.setAttribute("aria-label", `Curves over ${xLabel}: ${summary.join("; ")}`);
 }
 
-function drawMark(context, box, to, { at, name, dash = [], colour: of }) {
-  stroke(context, { colour: of, dash, width: 1 });
+function drawMark(context, box, to, { at, name, dash = [], color: of }) {
+  stroke(context, { color: of, dash, width: 1 });
   line(context, [[to.x(at), box.top], [to.x(at), box.top + box.height]]);
-  context.fillStyle = colour(of);
+  context.fillStyle = color(of);
   context.textBaseline = "top";
   const nearRight = to.x(at) > box.left + box.width - 40;
   context.textAlign = nearRight ? "right" : "left";
@@ -75,25 +75,25 @@ function drawDot(context, x, y, of) {
   context.setLineDash([]);
   context.beginPath();
   context.arc(x, y, 4.5, 0, 2 * Math.PI);
-  context.fillStyle = colour(of);
+  context.fillStyle = color(of);
   context.fill();
   context.lineWidth = 1.5;
-  context.strokeStyle = colour("card");
+  context.strokeStyle = color("card");
   context.stroke();
 }
 
 function drawMagnitude(canvas, setting, { operator, n, h }) {
   const at = Math.hypot(...setting.x);
-  const marks = [{ at, name: "x", colour: "input", results: operator.h(at) }];
+  const marks = [{ at, name: "x", color: "input", results: operator.h(at) }];
   const bend = bendOf(setting);
-  if (bend !== null) marks.push({ at: bend, name: bendName(setting), dash: [3, 3], colour: "faint" });
+  if (bend !== null) marks.push({ at: bend, name: bendName(setting), dash: [3, 3], color: "faint" });
   const formula = formulaOf(setting, "magnitude");
   drawCurves(canvas, { x: n, range: [0, setting.reach], xLabel: "‖x‖", letter: "h", argument: "‖x‖", results: h, formula, marks });
 }
 
 function drawAngular(canvas, setting, { operator, theta, g, w }) {
   const at = Math.acos(cosine(w, setting.x));
-  const marks = [{ at, name: "x", colour: "input", results: inTheta(operator.g(Math.cos(at)), at) }];
+  const marks = [{ at, name: "x", color: "input", results: inTheta(operator.g(Math.cos(at)), at) }];
   const formula = formulaOf(setting, "angular");
   const axis = { x: theta, range: [0, Math.PI], xTicks: PI_TICKS, xLabel: "θ, the angle between w and x (radians)" };
   drawCurves(canvas, { ...axis, letter: "g", argument: "θ", results: g, formula, marks });
@@ -107,9 +107,9 @@ function drawResponse(canvas, setting, { across, down, limit, w }) {
   const values = (column, row) => across[column] * down[row];
   drawHeat(context, box, CELLS, CELLS, values, limit);
   drawContours(context, box, CELLS, CELLS, values, limit);
-  drawColourBar(context, box, limit, "f = h·g");
+  drawColorBar(context, box, limit, "f = h·g");
   inside(context, box, () => drawDot(context, to.x(Math.hypot(...setting.x)), to.y(Math.acos(cosine(w, setting.x))), "input"));
-  canvas.setAttribute("aria-label", `Response over ‖x‖ from 0 to ${setting.reach} and θ from 0 to π; colours from −${limit} to ${limit}`);
+  canvas.setAttribute("aria-label", `Response over ‖x‖ from 0 to ${setting.reach} and θ from 0 to π; colors from −${limit} to ${limit}`);
 }
 
 // -- the input plane ---------------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ function drawPlane(canvas, setting, { operator, plane, limit, w }) {
   const values = (column, row) => plane[row * CELLS + column];
   drawHeat(context, box, CELLS, CELLS, values, limit);
   drawContours(context, box, CELLS, CELLS, values, limit);
-  drawColourBar(context, box, limit, "f = h·g");
+  drawColorBar(context, box, limit, "f = h·g");
   const at = ([x, y]) => [to.x(x), to.y(y)];
   const haloed = (style, points) => {
-    stroke(context, { colour: "card", width: style.width + 1.6 });
+    stroke(context, { color: "card", width: style.width + 1.6 });
     line(context, points);
     stroke(context, style);
     line(context, points);
@@ -157,33 +157,33 @@ function drawPlane(canvas, setting, { operator, plane, limit, w }) {
   inside(context, box, () => {
     const bend = bendOf(setting);
     if (bend !== null) {
-      stroke(context, { colour: "ink", dash: [5, 4], width: 1.2 });
+      stroke(context, { color: "ink", dash: [5, 4], width: 1.2 });
       context.beginPath();
       context.arc(...at([0, 0]), to.x(bend) - to.x(0), 0, 2 * Math.PI);
       context.stroke();
     }
     for (const x of fieldOf(setting.reach)) {
       const end = project(operator, x);
-      haloed({ colour: "projected", width: 1.5 }, [at(x), at(end)]);
+      haloed({ color: "projected", width: 1.5 }, [at(x), at(end)]);
       drawInput(context, ...at(x));
       drawProjected(context, ...at(end), 4);
     }
-    haloed({ colour: "input", width: 2.5 }, [at([0, 0]), at(setting.x)]);
+    haloed({ color: "input", width: 2.5 }, [at([0, 0]), at(setting.x)]);
     const projected = project(operator, setting.x);
-    haloed({ colour: "projected", width: 2.5, dash: [5, 3] }, [at([0, 0]), at(projected)]);
+    haloed({ color: "projected", width: 2.5, dash: [5, 3] }, [at([0, 0]), at(projected)]);
     drawProjected(context, ...at(projected), 6);
-    haloed({ colour: "ink", width: 3 }, [at([0, 0]), at(w)]);
+    haloed({ color: "ink", width: 3 }, [at([0, 0]), at(w)]);
   });
-  canvas.setAttribute("aria-label", `Response over inputs from −${setting.reach} to ${setting.reach}; colours from −${limit} to ${limit}`);
+  canvas.setAttribute("aria-label", `Response over inputs from −${setting.reach} to ${setting.reach}; colors from −${limit} to ${limit}`);
 }
 
 function drawInput(context, x, y) {
   context.setLineDash([]);
   context.beginPath();
   context.arc(x, y, 3.5, 0, 2 * Math.PI);
-  context.fillStyle = colour("card");
+  context.fillStyle = color("card");
   context.fill();
-  stroke(context, { colour: "input", width: 1.8 });
+  stroke(context, { color: "input", width: 1.8 });
   context.stroke();
 }
 
@@ -191,8 +191,8 @@ function drawProjected(context, x, y, size) {
   context.beginPath();
   for (const [dx, dy] of [[0, -size], [size, 0], [0, size], [-size, 0]]) context.lineTo(x + dx, y + dy);
   context.closePath();
-  context.fillStyle = colour("projected");
+  context.fillStyle = color("projected");
   context.fill();
-  stroke(context, { colour: "card", width: 1 });
+  stroke(context, { color: "card", width: 1 });
   context.stroke();
 }

@@ -9,7 +9,7 @@ from dcnet.figures.style import BLACK, CLASSES, MARKERS, grid_of, hide, label, n
 
 
 def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> None:
-    """Draws the features of a network that has two (`cnn6_2d`), and each class's name at its centre."""
+    """Draw the features of a network that has two (`cnn6_2d`), and each class's name at its center."""
     if "features" not in inspected:
         raise ValueError(f"{title or 'this network'} has no two-dimensional features; train one with model=cnn6_2d")
     points, labels = np.asarray(inspected["features"]["points"]), np.asarray(inspected["features"]["labels"])
@@ -18,14 +18,14 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
         mine = points[labels == number]
         if not len(mine):
             continue
-        colour = CLASSES[number % len(CLASSES)]
-        marker = MARKERS[number // len(CLASSES) % len(MARKERS)]  # where there are more classes than colours
-        axis.scatter(*mine.T, s=4.0, color=colour, marker=marker, alpha=0.6, linewidths=0)
-        # the name beside the centre, away from the origin, where it hides no points
-        centre = mine.mean(axis=0)
-        outwards = 12.0 * centre / max(float(np.linalg.norm(centre)), 1e-12)
-        axis.plot(*centre, marker="+", color="0.35", markersize=7)
-        box = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
+        color = CLASSES[number % len(CLASSES)]
+        marker = MARKERS[number // len(CLASSES) % len(MARKERS)]  # where there are more classes than colors
+        axis.scatter(*mine.T, s=4.0, color=color, marker=marker, alpha=0.6, linewidths=0)
+        # the name beside the center, away from the origin, where it hides no points
+        center = mine.mean(axis=0)
+        outwards = 12.0 * center / max(float(np.linalg.norm(center)), 1e-12)
+        axis.plot(*center, marker="+", color="0.35", markersize=7)
+        box = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": color, "linewidth": 1.5}
         style = {
             "ha": "center",
             "va": "center",
@@ -35,7 +35,7 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
             "bbox": box,
             "zorder": 3,
         }
-        axis.annotate(name, centre, xytext=outwards, textcoords="offset points", **style)
+        axis.annotate(name, center, xytext=outwards, textcoords="offset points", **style)
     axis.axhline(0.0, color="0.7", linewidth=0.6, zorder=0)
     axis.axvline(0.0, color="0.7", linewidth=0.6, zorder=0)
     axis.margins(0.12)  # room for the names
@@ -43,7 +43,7 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
 
 
 def features_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The features of several runs side by side."""
+    """Return the features of several runs side by side."""
     rows, columns = grid_of(len(runs))
     figure, axes = new_figure(rows, columns, 3.4, 3.4)
     cells = [axis for row in axes for axis in row]

@@ -28,7 +28,7 @@ def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: 
 
 
 def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
-    """Draws h over ‖x‖ for every magnitude, with its default parameters and radius `rho`."""
+    """Draw h over ‖x‖ for every magnitude, with its default parameters and radius `rho`."""
     if not 0.0 < rho < math.inf:
         raise ValueError(f"rho={rho}; a radius is a positive number")
     n = torch.linspace(0.0, 3.0 * rho, 301, dtype=torch.float64)
@@ -45,7 +45,7 @@ def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
 
 
 def draw_angulars(axis: Any) -> None:
-    """Draws g over θ for every angular function, with its default parameters."""
+    """Draw g over θ for every angular function, with its default parameters."""
     theta = torch.linspace(0.0, torch.pi, 301, dtype=torch.float64)
     _draw(axis, list(angulars().values()), theta, theta.cos(), 1.0)
     axis.set(xlabel="θ", ylabel="g(θ)", title="Angular functions", xlim=(0.0, torch.pi))
@@ -55,7 +55,7 @@ def draw_angulars(axis: Any) -> None:
 
 
 def functions_figure() -> Any:
-    """A figure with both catalogues side by side."""
+    """Return a figure with both catalogues side by side."""
     figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
     draw_magnitudes(left)
     draw_angulars(right)

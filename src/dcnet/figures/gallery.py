@@ -22,8 +22,11 @@ from dcnet.util.text import printable
 
 @dataclass(frozen=True)
 class Kind:
-    """A figure: what it shows, and what of each run it needs: "metrics", "inspection", "attacks", "contributions", the same beside
-    "others" by captum, or "" where it needs no run."""
+    """A figure: what it shows, and what it needs of each run.
+
+    That is "metrics", "inspection", "attacks", "contributions", the same beside "others" by captum, or "" where it needs
+    no run.
+    """
 
     shows: str
     needs: str
@@ -52,7 +55,7 @@ FIGURES = {
 
 
 def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Path = "data") -> Any:
-    """The figure of that name, of those run folders; raises with what is missing where it cannot be made."""
+    """Return the figure of that name, of those run folders; raise with what is missing where it cannot be made."""
     if name not in FIGURES:
         raise ValueError(f"unknown figure {name!r}.{nearest(name, FIGURES)} Known: {', '.join(FIGURES)}")
     kind = FIGURES[name]
@@ -63,7 +66,7 @@ def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Pat
     if not runs:
         raise ValueError(f"the figure {name!r} needs one or more run folders: dcnet figure {name} runs/NAME …")
     found = [Run(folder) for folder in runs]
-    parts = {
+    parts: dict[str, Callable[[Run], Any]] = {
         "metrics": metrics_of,
         "attacks": attacks_of,
         "inspection": lambda run: inspect_run(run, data_root),
@@ -74,23 +77,24 @@ def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Pat
 
 
 def metrics_of(run: Run) -> list[dict[str, Any]]:
-    """Its epochs; raises where not one is over."""
+    """Return the run's epochs; raise where none is over yet."""
     if not run.metrics:
         raise ValueError(
-            f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume {quote(str(run.folder))}"
+            f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume "
+            f"{quote(str(run.folder))}"
         )
     return run.metrics
 
 
 def attacks_of(run: Run) -> Attacks:
-    """What `dcnet attack` found; raises where it never ran."""
+    """Return what `dcnet attack` found; raise where it never ran."""
     if not run.attacks:
         raise ValueError(f"{run.folder} was not attacked yet; run: dcnet attack {quote(str(run.folder))}")
     return run.attacks
 
 
 def titles_of(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: its folder's, with as many of the folders above as tell it from the others."""
+    """Return a short name for each run: its folder's, with as many of the folders above as tell it from the others."""
     paths = [run.folder.resolve().parts for run in runs]
     for depth in range(1, 5):
         names = ["/".join(parts[-depth:]) for parts in paths]

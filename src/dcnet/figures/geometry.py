@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from dcnet.figures.style import COLOURS, grid_of, hide, new_figure
+from dcnet.figures.style import COLORS, grid_of, hide, new_figure
 from dcnet.formulas import choose, magnitudes
 
 
 def draw_geometry(axis: Any, magnitude: str, rho: float = 1.0) -> None:
-    """Draws input vectors x and what the operator makes of them: the same direction, the length h(‖x‖)."""
+    """Draw input vectors x and what the operator makes of them: the same direction, the length h(‖x‖)."""
     choice = choose("magnitude", magnitude)
     angles = torch.arange(12, dtype=torch.float64) * (2.0 * math.pi / 12)
     lengths = torch.tensor([0.6, 1.2, 2.0], dtype=torch.float64)
@@ -30,9 +30,9 @@ def draw_geometry(axis: Any, magnitude: str, rho: float = 1.0) -> None:
         zorder=1,
     )
     axis.plot(
-        *before, linestyle="none", marker="o", markerfacecolor="none", markeredgecolor=COLOURS[2], label="x", zorder=2
+        *before, linestyle="none", marker="o", markerfacecolor="none", markeredgecolor=COLORS[2], label="x", zorder=2
     )
-    axis.plot(*after, linestyle="none", marker="^", markersize=5, color=COLOURS[1], label="projected", zorder=3)
+    axis.plot(*after, linestyle="none", marker="^", markersize=5, color=COLORS[1], label="projected", zorder=3)
     circle = torch.linspace(0.0, 2.0 * math.pi, 201, dtype=torch.float64)
     if choice.formula.has_radius:
         axis.plot(rho * circle.cos(), rho * circle.sin(), color="0.35", linestyle="--", linewidth=1.0, label="‖x‖ = ρ")
@@ -42,7 +42,7 @@ def draw_geometry(axis: Any, magnitude: str, rho: float = 1.0) -> None:
 
 
 def geometry_figure(rho: float = 1.0) -> Any:
-    """All magnitudes of the catalogue, each on an axis of its own."""
+    """Draw all magnitudes of the catalogue, each on its own axis."""
     names = list(magnitudes())
     rows, columns = grid_of(len(names) + 1)
     figure, axes = new_figure(rows, columns, 2.8, 2.9)

@@ -13,19 +13,21 @@ Inspected = Mapping[str, Any]  # what `inspect_run` gives
 
 
 def filter_sheet(inspected: Inspected) -> np.ndarray:
-    """The first layer's kernels side by side, each stretched to its own range, 0.5 for zero: (H, W, 3) where they see three channels, else (H, W, 1).
+    """Return the first layer's kernels side by side, each stretched to its own range, 0.5 for zero.
+
+    The shape is (H, W, 3) where they see three channels, else (H, W, 1).
 
     Between those of one channel stands NaN.
     """
     kernels = np.asarray(inspected["filters"]["values"], dtype=float)
-    colour = kernels.shape[1] == 3
-    if not colour:
+    color = kernels.shape[1] == 3
+    if not color:
         kernels = kernels.mean(axis=1, keepdims=True)  # of several channels, their mean
     count, channels, height, width = kernels.shape
     most = np.abs(kernels).max(axis=(1, 2, 3), keepdims=True)
     tiles = 0.5 + 0.5 * kernels / np.where(most > 0, most, 1.0)
     rows, columns = _sheet_grid(count)
-    sheet = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 0.75 if colour else np.nan)
+    sheet = np.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 0.75 if color else np.nan)
     for number, tile in enumerate(tiles):
         top, left = (number // columns) * (height + 1) + 1, (number % columns) * (width + 1) + 1
         sheet[top : top + height, left : left + width] = tile.transpose(1, 2, 0)
@@ -33,7 +35,10 @@ def filter_sheet(inspected: Inspected) -> np.ndarray:
 
 
 def _sheet_grid(count: int) -> tuple[int, int]:
-    """Rows and columns of a sheet that is about as wide as high: the last row full wherever that is possible, else as full as can be."""
+    """Return the rows and columns of a sheet that is about as wide as high.
+
+    The last row is full where that is possible, else as full as can be.
+    """
     ideal = math.sqrt(1.4 * count)
     candidates = range(max(1, math.ceil(ideal / 2)), math.floor(2 * ideal) + 1)
     columns = min(candidates, key=lambda width: (-count % width, abs(math.log(width / ideal))))
@@ -45,18 +50,22 @@ def filters_title(inspected: Inspected) -> str:
 
 
 def draw_filters(axis: Any, inspected: Inspected) -> None:
-    """Draws the first layer's kernels as a grid: in colour where they see three channels, else dark below zero and light above."""
+    """Draw the first layer's kernels as a grid.
+
+    In color where they see three channels, else dark below zero and light above.
+    """
     axis.set_facecolor("0.75")  # between kernels
     axis.imshow(filter_sheet(inspected).squeeze(), cmap=SIGNED, vmin=0.0, vmax=1.0, interpolation="nearest")
     axis.set(title=filters_title(inspected), xticks=[], yticks=[])
 
 
 def kernel_cosines(inspected: Inspected) -> np.ndarray:
-    """The cosines between the first layer's kernels (kernels, kernels)."""
+    """Return the cosines between the first layer's kernels (kernels, kernels)."""
     kernels = np.asarray(inspected["filters"]["values"], dtype=float)
     flat = kernels.reshape(len(kernels), -1)
     unit = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
-    return unit @ unit.T
+    cosines: np.ndarray = unit @ unit.T
+    return cosines
 
 
 def cosines_title(cosines: np.ndarray) -> str:
@@ -65,7 +74,7 @@ def cosines_title(cosines: np.ndarray) -> str:
 
 
 def draw_correlation(axis: Any, inspected: Inspected) -> None:
-    """Draws the cosines between the first layer's kernels: grey off the diagonal where they are orthogonal."""
+    """Draw the cosines between the first layer's kernels: gray off the diagonal where they are orthogonal."""
     cosines = kernel_cosines(inspected)
     image = axis.imshow(cosines, cmap=SIGNED, vmin=-1.0, vmax=1.0, interpolation="nearest")
     axis.figure.colorbar(image, ax=axis, shrink=0.8, label="cosine")
@@ -76,7 +85,7 @@ def draw_correlation(axis: Any, inspected: Inspected) -> None:
 
 
 def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
-    """Draws how often each layer sees which θ between patches and kernels, a row for each layer, the first on top."""
+    """Draw how often each layer sees which θ between patches and kernels, a row for each layer, the first on top."""
     _draw_histograms(axis, inspected, "theta", math.pi, bar)
     axis.axvline(math.pi / 2, color="white", linestyle="--", linewidth=1.0)
     axis.set(xlabel="θ", title="Angles between patches and kernels")
@@ -84,22 +93,25 @@ def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
 
 
 def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
-    """Draws how often each layer sees which ‖x‖, in units of its mean; bars span the radii of its kernels, least to greatest, with the median.
+    """Draw how often each layer sees which ‖x‖, in units of its mean.
 
-    An arrow stands where the greatest is beyond the end of the axis. What the bars are is said below the axis, in lines of its own.
+    Bars span the radii of its kernels, least to greatest, with the median.
+
+    An arrow stands where the greatest is beyond the end of the axis. What the bars are is said below the axis, in lines
+    of its own.
     """
     _draw_histograms(axis, inspected, "norm", FARTHEST, bar)
     radii = {row: layer["radius"] for row, layer in enumerate(inspected["layers"]) if "radius" in layer}
     rows, beyond = list(radii), [row for row, radius in radii.items() if radius[-1] > FARTHEST]
     if radii:
         least, _, middle, _, most = np.minimum(np.asarray(list(radii.values())), FARTHEST).T
-        for colour, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
-            axis.hlines(rows, least, most, color=colour, linewidth=width)
-            axis.plot(middle, rows, color=colour, linestyle="none", marker="|", markersize=9, markeredgewidth=width)
+        for color, width in ((BLACK, 4.0), ("white", 1.5)):  # to be seen on dark and on light
+            axis.hlines(rows, least, most, color=color, linewidth=width)
+            axis.plot(middle, rows, color=color, linestyle="none", marker="|", markersize=9, markeredgewidth=width)
             axis.plot(
                 [0.985 * FARTHEST] * len(beyond),
                 beyond,
-                color=colour,
+                color=color,
                 linestyle="none",
                 marker=">",
                 markersize=3.0 + width,
@@ -128,7 +140,7 @@ def _short(name: str) -> str:
 
 
 def filters_figure(runs: Mapping[str, Inspected]) -> Any:
-    """Kernels and their cosines, a row for each run."""
+    """Draw kernels and their cosines, a row for each run."""
     figure, axes = new_figure(len(runs), 2, 4.6, 3.4)
     for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
         draw_filters(left, inspected)
@@ -138,7 +150,7 @@ def filters_figure(runs: Mapping[str, Inspected]) -> Any:
 
 
 def angles_figure(runs: Mapping[str, Inspected]) -> Any:
-    """Angles and norms by layer, a row for each run."""
+    """Draw angles and norms by layer, a row for each run."""
     figure, axes = new_figure(len(runs), 2, 5.2, 3.4)
     for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
         draw_angles(left, inspected)

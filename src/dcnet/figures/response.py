@@ -21,7 +21,7 @@ OPERATORS = (
 
 
 def _outputs(x: Tensor, w: Tensor, magnitude: str, angular: str) -> Tensor:
-    """The operator itself, for vectors x (…, 2) and a kernel w (2,)."""
+    """Return the operator itself, for vectors x (…, 2) and a kernel w (2,)."""
     return decoupled_linear(x, w[None], magnitude=magnitude, angular=angular, eps=0.0).squeeze(-1)
 
 
@@ -38,7 +38,7 @@ def _image(axis: Any, values: Tensor, extent: tuple[float, float, float, float],
         interpolation="none",
     )
     levels = [level for level in torch.linspace(-most, most, 9).tolist() if abs(level) > 1e-9]
-    # dashed where negative: in grey print the colours of both signs look alike
+    # dashed where negative: in gray print the colors of both signs look alike
     axis.contour(
         across.numpy(),
         up.numpy(),
@@ -54,12 +54,12 @@ def _image(axis: Any, values: Tensor, extent: tuple[float, float, float, float],
 
 
 def _tick(value: float, _: int | None = None) -> str:
-    """A number as short as a color bar has room for: 0.5, not 0.4976."""
+    """Return a number as short as a color bar has room for: 0.5, not 0.4976."""
     return f"{value:.2g}".replace("-", "−")
 
 
 def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: float = 3.0) -> None:
-    """Draws the output over ‖x‖ and θ, with radius 1."""
+    """Draw the output over ‖x‖ and θ, with radius 1."""
     n = torch.linspace(0.0, farthest, 151, dtype=torch.float64)
     theta = torch.linspace(0.0, math.pi, 151, dtype=torch.float64)
     x = n[None, :, None] * torch.stack([theta.cos(), theta.sin()], 1)[:, None]
@@ -72,7 +72,7 @@ def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: 
 def draw_plane(
     axis: Any, magnitude: str, angular: str = "cosine", kernel: tuple[float, float] = (0.8, 0.6), farthest: float = 3.0
 ) -> None:
-    """Draws the output over a plane of inputs, for a kernel in that plane, with radius 1."""
+    """Draw the output over a plane of inputs, for a kernel in that plane, with radius 1."""
     along = torch.linspace(-farthest, farthest, 201, dtype=torch.float64)
     x = torch.stack(torch.meshgrid(along, along, indexing="xy"), -1)
     w = torch.tensor(kernel, dtype=torch.float64)
@@ -91,7 +91,7 @@ def draw_plane(
 
 
 def response_figure(operators: Sequence[tuple[str, str]] = OPERATORS) -> Any:
-    """Both pictures for some operators, one below the other."""
+    """Draw both pictures for some operators, one below the other."""
     figure, axes = new_figure(2, len(operators), 3.3, 2.9)
     for column, (magnitude, angular) in enumerate(operators):
         draw_response(axes[0][column], magnitude, angular)

@@ -14,13 +14,13 @@ Attacks = list[dict[str, Any]]  # what `attacks.json` of a run folder holds
 
 
 def deepfool_sizes(attacks: Attacks, norm: str) -> Sequence[float] | None:
-    """The sorted perturbation sizes of the last DeepFool in that norm; None where there was none."""
+    """Return the sorted perturbation sizes of the last DeepFool in that norm; None where there was none."""
     found = deepfool_entry(attacks, norm)
     return None if found is None else found["sizes"]
 
 
 def deepfool_entry(attacks: Attacks, norm: str) -> dict[str, Any] | None:
-    """The last DeepFool in that norm on the run itself, with true labels; None where there was none."""
+    """Return the last DeepFool in that norm on the run itself, with true labels; None where there was none."""
     if norm not in ("l2", "linf"):
         raise ValueError(f"unknown norm {norm!r}; possible: l2, linf")
     found = []
@@ -34,7 +34,10 @@ def deepfool_entry(attacks: Attacks, norm: str) -> dict[str, Any] | None:
 
 
 def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> None:
-    """Draws the size of the perturbation that DeepFool needs, over the images sorted by it: the higher, the more robust."""
+    """Draw the size of the perturbation that DeepFool needs, over the images sorted by it.
+
+    The higher, the more robust.
+    """
     found = {name: entry for name, attacks in runs.items() if (entry := deepfool_entry(attacks, norm)) is not None}
     if without := [name for name in runs if name not in found]:
         option = "deepfool" if norm == "l2" else f"deepfool:norm={norm}"
@@ -57,7 +60,7 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
 
 
 def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
-    """Both norms side by side, those that there are."""
+    """Draw DeepFool's perturbations in both norms side by side, where there are records."""
     norms = [
         norm for norm in ("l2", "linf") if any(deepfool_sizes(attacks, norm) is not None for attacks in runs.values())
     ] or ["l2"]
@@ -68,7 +71,10 @@ def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
 
 
 def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
-    """Draws the accuracy under PGD as ε grows, from a check-up of each run at one ε: it must reach 0, where the line ends."""
+    """Draw the accuracy under PGD as ε grows, from a check-up of each run at one ε.
+
+    It must reach 0, where the line ends.
+    """
     _, images = _draw_check_ups(
         axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * p["eps"], p["accuracy"]) for p in found["curve"])]
     )
@@ -79,7 +85,7 @@ def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
 
 
 def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
-    """Draws the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off."""
+    """Draw the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off."""
     eps, images = _draw_check_ups(
         axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]]
     )
@@ -93,7 +99,7 @@ def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
 def _draw_check_ups(
     axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]
 ) -> tuple[float | None, str]:
-    """Draws a line for each run; gives the ε of the check-ups, times 255, and in words on how many images they rest."""
+    """Draw a line for each run; return the ε of the check-ups, times 255, and in words on how many images they rest."""
     eps, found = check_ups_of(runs)
     if without := [name for name in runs if name not in found]:
         at, option = ("", "") if eps is None else (f" at ε · 255 = {eps:g}", f" --eps {eps:g}/255")
@@ -109,7 +115,7 @@ def _draw_check_ups(
 
 
 def curves_figure(runs: Mapping[str, Attacks]) -> Any:
-    """Accuracy against ε, and against steps, of several runs."""
+    """Draw accuracy against ε, and against steps, of several runs."""
     figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0 + room_below(len(runs)))
     draw_eps(left, runs)
     draw_steps(right, runs)
@@ -117,7 +123,10 @@ def curves_figure(runs: Mapping[str, Attacks]) -> Any:
 
 
 def example_pictures(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The "image", the "change" (±ε stretched to 0 … 1, no change in the middle) and the "changed" image: each (H, W, C) in [0, 1]."""
+    """Return the "image", the "change" and the "changed" image: each (H, W, C) in [0, 1].
+
+    The change of ±ε is stretched to 0 … 1, with no change in the middle.
+    """
     image, changed = (
         decoded(example[key], example["channels"], example["size"]).numpy().transpose(1, 2, 0)
         for key in ("image", "adversarial")
@@ -127,10 +136,11 @@ def example_pictures(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict[str, str]:
-    """What stands above each of them: what the network says, with ✗ where that is wrong."""
+    """Return what stands above each of them: what the network says, with ✗ where that is wrong."""
 
     def said(what: Mapping[str, Any]) -> str:
-        return f"{classes[what['class']]} {100 * what['confidence']:.0f}%{'' if what['class'] == example['label'] else ' ✗'}"
+        mark = "" if what["class"] == example["label"] else " ✗"
+        return f"{classes[what['class']]} {100 * what['confidence']:.0f}%{mark}"
 
     return {
         "image": said(example["before"]),
@@ -140,11 +150,11 @@ def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict
 
 
 def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Draws one image on three axes: as it is, the change, and both together; with the predictions."""
+    """Draw one image on three axes: as it is, the change, and both together; with the predictions."""
     pictures, captions = example_pictures(example), example_captions(example, classes)
     for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
-        colours = SIGNED if name == "change" else "gray"
-        axis.imshow(picture.squeeze(), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+        colors = SIGNED if name == "change" else "gray"
+        axis.imshow(picture.squeeze(), cmap=colors, vmin=0.0, vmax=1.0, interpolation="nearest")
         axis.set_title(
             captions[name].replace(" ", "\n", 1) if name != "change" else captions[name], fontsize=8
         )  # long names run into each other
@@ -152,7 +162,7 @@ def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Seque
 
 
 def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Images, perturbations and predictions, a row of examples for each run."""
+    """Draw images, perturbations and predictions, a row of examples for each run."""
     count = max((len(inspected["examples"]) for inspected in runs.values()), default=0)
     if count == 0:
         raise ValueError(f"{', '.join(runs)}: no image is classified right, so there is none to change")

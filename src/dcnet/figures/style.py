@@ -1,39 +1,40 @@
-"""What all figures share: colours, line styles, sizes."""
+"""What all figures share: colors, line styles, sizes."""
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-# Okabe and Ito's colours: distinct for the colour-blind; the line styles and markers keep them apart in grey print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+# Okabe and Ito's colors: distinct for the color-blind; the line styles and markers keep them apart in gray print.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (7, 2)), (0, (1, 1)))
-# Petroff's ten colours, as distinct as ten can be for the colour-blind; where they stand for classes, each is also named in place.
+# Petroff's ten colors, as distinct as ten can be for the color-blind; where they stand for classes, each is also named
+# in place.
 CLASSES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
 MARKERS = ("o", "s", "^", "D", "v")
 BLACK = "#010101"  # where it must stay black: a report on a dark page turns black itself light
 DIVERGING = "RdBu_r"  # for signed values, zero in white
-SEQUENTIAL = "cividis"  # its lightness rises all the way, so that grey print keeps it
+SEQUENTIAL = "cividis"  # its lightness rises all the way, so that gray print keeps it
 SIGNED = (
-    SEQUENTIAL  # for signed values in pictures too small for contours: its middle is grey, so lightness keeps the sign
+    SEQUENTIAL  # for signed values in pictures too small for contours: its middle is gray, so lightness keeps the sign
 )
 _LONGEST = 32  # characters of a run's name in a legend
 
 
 def line_styles() -> Iterator[dict[str, Any]]:
-    """Colour and line style of one curve after the other; 49 of them differ."""
+    """Yield color and line style for one curve after the other; 49 of them differ."""
     for number in count():
-        yield {"color": COLOURS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
+        yield {"color": COLORS[number % 7], "linestyle": STYLES[(number + number // 7) % 7]}
 
 
 def dots() -> Iterator[str]:
-    """Markers of one curve after the other, where a curve is but a point; with the colours of `line_styles` 35 differ."""
+    """Yield markers for curves that are a single point; with the colors of `line_styles`, 35 of them differ."""
     for number in count():
         yield MARKERS[(number + number // 7) % len(MARKERS)]
 
 
 def add_legend(axis: Any) -> None:
-    """A legend among the curves where they are few; of more than fit there, in two columns below the axis."""
+    """Add a legend: among the curves if they are few, else in two columns below the axis."""
     if room_below(len(axis.get_legend_handles_labels()[1])) == 0.0:
         axis.legend(frameon=False, fontsize=8)
     else:
@@ -41,25 +42,28 @@ def add_legend(axis: Any) -> None:
 
 
 def room_below(entries: int) -> float:
-    """What `add_legend` needs below the axis and its label for so many entries, in inches."""
+    """Return the inches that `add_legend` needs below the axis and its label for this many entries."""
     return 0.0 if entries <= 8 else 0.15 + 0.15 * math.ceil(entries / 2)
 
 
 def label(name: str) -> str:
-    """A run's name as matplotlib shows it: no mathematics between dollars, not hidden where it starts with _, and of a long one both ends."""
+    """Return a run's name as matplotlib shows it; of a long one both ends.
+
+    Dollars start no mathematics, and a name that starts with _ is not hidden.
+    """
     if len(name) > _LONGEST:
         name = f"{name[: _LONGEST // 2]}…{name[-(_LONGEST // 2 - 1) :]}"
     return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def short(name: str) -> str:
-    """A run's name in lines of a few characters, for the side of a small picture."""
+    """Return a run's name in lines of a few characters, for the side of a small picture."""
     shown = label(name)
     return "\n".join(shown[i : i + 16] for i in range(0, len(shown), 16))
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
-    """A figure, and its axes row by row, each of about so many inches."""
+    """Return a figure, and its axes row by row, each of about that many inches."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
@@ -68,18 +72,18 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[An
 
 
 def grid_of(count: int, most: int = 4) -> tuple[int, int]:
-    """Rows and columns for so many panels."""
+    """Return the rows and columns for this many panels."""
     columns = min(most, max(1, count))
     return max(1, math.ceil(count / columns)), columns
 
 
 def hide(axes: Sequence[Any]) -> None:
-    """Takes away panels that nothing is drawn on."""
+    """Take away panels that nothing is drawn on."""
     for axis in axes:
         axis.set_axis_off()
 
 
 def theta_ticks(axis: Any, which: str = "x") -> None:
-    """Ticks of an angle from 0 to π."""
+    """Mark an axis with angles from 0 to π."""
     ticks = [0.0, math.pi / 4, math.pi / 2, 3 * math.pi / 4, math.pi]
     (axis.set_xticks if which == "x" else axis.set_yticks)(ticks, ["0", "π/4", "π/2", "3π/4", "π"])

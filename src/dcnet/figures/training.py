@@ -20,11 +20,11 @@ from dcnet.figures.style import (
 Metrics = list[dict[str, Any]]
 _POINTS = 40  # epochs that are drawn of learned parameters
 _BANDS = 4  # layers that have bands: more would lie on top of each other
-_NAMES = 12  # layers that the legend names: of more, every second or third, as their colours follow their order
+_NAMES = 12  # layers that the legend names: of more, every second or third, as their colors follow their order
 
 
 def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
-    """Draws "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
+    """Draw "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
     if what not in ("accuracy", "loss"):
         raise ValueError(f"unknown curve {what!r}; possible: accuracy, loss")
     for (name, metrics), style, dot in zip(runs.items(), line_styles(), dots(), strict=False):
@@ -45,7 +45,7 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
 
 
 def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
-    """Accuracy and loss of several runs side by side."""
+    """Draw accuracy and loss of several runs side by side."""
     figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0 + room_below(len(runs)))
     draw_convergence(left, runs, "accuracy")
     draw_convergence(right, runs, "loss")
@@ -55,7 +55,9 @@ def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
 def draw_learned(
     axis: Any, metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True
 ) -> None:
-    """Draws the learned parameter of every layer by epoch: the median over its kernels, and of few layers in a band the middle half of them.
+    """Draw the learned parameter of every layer by epoch: the median over its kernels.
+
+    With few layers, a band shows the middle half of the kernels.
 
     The legend stands to the right of the axis.
     """
@@ -64,25 +66,26 @@ def draw_learned(
     entries = [entry for entry in metrics if parameter in entry.get("learned", {})]
     if not entries:
         raise ValueError(
-            f"no learned {parameter} in these metrics; possible: {', '.join(learned_parameters(metrics)) or 'nothing was learned'}"
+            f"no learned {parameter} in these metrics; possible: "
+            f"{', '.join(learned_parameters(metrics)) or 'nothing was learned'}"
         )
     entries = entries[: -1 : max(1, len(entries) // _POINTS)] + entries[-1:]
     layers = list(entries[0]["learned"][parameter])
     bands, step = len(layers) <= _BANDS, -(-len(layers) // _NAMES)
-    colours = matplotlib.colormaps[SEQUENTIAL]
+    colors = matplotlib.colormaps[SEQUENTIAL]
     epochs = [entry["epoch"] for entry in entries]
     for number, (name, style) in enumerate(zip(layers, cycle(STYLES), strict=False)):
-        colour = colours(0.3 + 0.6 * number / max(1, len(layers) - 1))  # neither end, to be seen on dark and on light
+        color = colors(0.3 + 0.6 * number / max(1, len(layers) - 1))  # neither end, to be seen on dark and on light
         low, middle, high = (
             [entry["learned"][parameter][name][quantile] for entry in entries] for quantile in (1, 2, 3)
         )
         if bands:
-            axis.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+            axis.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
         marker = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
         axis.plot(
             epochs,
             middle,
-            color=colour,
+            color=color,
             linestyle=style,
             linewidth=1.8,
             label=name.removesuffix(".conv") if number % step == 0 else None,
@@ -98,17 +101,18 @@ def draw_learned(
 
 
 def learned_parameters(metrics: Metrics) -> list[str]:
-    """What a run has learned besides kernels: "radius", "k"."""
+    """Return what a run has learned besides kernels: "radius", "k"."""
     return list(dict.fromkeys(parameter for entry in metrics for parameter in entry.get("learned", {})))
 
 
 def learned_figure(runs: Mapping[str, Metrics]) -> Any:
-    """The learned radii (and parameters such as k) of several runs, a panel each."""
+    """Return the learned radii (and parameters such as k) of several runs, a panel each."""
     panels = [(name, metrics, parameter) for name, metrics in runs.items() for parameter in learned_parameters(metrics)]
     without = [name for name, metrics in runs.items() if not learned_parameters(metrics)]
     if without:
         raise ValueError(
-            f"the metrics of {', '.join(without)} have no learned radius: the operators with one are ball, tanh and seg with radius=learned "
+            f"the metrics of {', '.join(without)} have no learned radius: the operators with one are ball, tanh "
+            "and seg with radius=learned "
             "(and runs recorded by older versions have none)",
         )
     rows, columns = grid_of(len(panels), 2)

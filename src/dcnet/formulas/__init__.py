@@ -8,17 +8,16 @@ from dcnet.formulas.catalogue import (
     Choice,
     Formula,
     Learnable,
-    angular,
     angulars,
     at_least,
     choose,
     learnable,
     look_up,
-    magnitude,
     magnitudes,
     positive,
 )
 from dcnet.formulas.numbers import parse_number
+from dcnet.formulas.registration import angular, magnitude
 
 __all__ = [
     "LEARNED",

@@ -1,7 +1,8 @@
 """The six angular functions g of c = cos θ: value, slope in c, slope in each learnable parameter."""
 
 from dcnet.formulas import m
-from dcnet.formulas.catalogue import angular, learnable
+from dcnet.formulas.catalogue import learnable
+from dcnet.formulas.registration import angular
 
 
 @angular

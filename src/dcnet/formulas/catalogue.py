@@ -1,11 +1,11 @@
-"""The catalogues of magnitude and angular functions: registration, look-up by name, parameters.
+"""The catalogues of magnitude and angular functions: what is known, look-up by name, parameters.
 
 A formula is one short function that returns its value, its slope in ‖x‖ (or cos θ), its slope in ρ if it takes `rho`,
 then one slope for each learnable parameter in signature order. It is written with its arguments, literals and `m`
-alone. `checks.py` enforces all of this at registration.
+alone. `registration.py` adds formulas, and `checks.py`
+enforces all of this.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -61,14 +61,17 @@ positive = Range(low=0.0, open=True)
 
 
 def at_least(low: float) -> Range:
-    """The annotation of a parameter that must not be below `low`."""
+    """Return the annotation of a parameter that must not be below `low`."""
     return Range(low=low)
 
 
 def learnable(start: float, floor: float, least: float | None = None) -> Learnable:
-    """The annotation of a parameter that may be learned per kernel: |raw| + floor, starting at `start`.
+    """Return the annotation of a parameter that may be learned per kernel: |raw| + floor.
 
-    least: what a fixed value must not be below; without it, a fixed value must be positive.
+    Args:
+        start: the value it starts at.
+        floor: the value it stays above.
+        least: what a fixed value must not be below; without it, a fixed value must be positive.
     """
     if not floor >= 0.0:
         raise ValueError(f"learnable(floor={floor}): the floor must not be negative")
@@ -120,17 +123,29 @@ _CATALOGUES: dict[str, dict[str, Formula]] = {"magnitude": {}, "angular": {}}
 
 
 def magnitudes() -> Mapping[str, Formula]:
-    """The magnitude functions known now, by name."""
+    """Return the magnitude functions h that are known now, by name, registered ones included.
+
+    Examples:
+        >>> import dcnet
+        >>> print(dcnet.magnitudes()["ball"])
+        ball: α·min(‖x‖, ρ)/ρ   (alpha=1)
+    """
     return MappingProxyType(_CATALOGUES["magnitude"])
 
 
 def angulars() -> Mapping[str, Formula]:
-    """The angular functions known now, by name."""
+    """Return the angular functions g that are known now, by name, registered ones included.
+
+    Examples:
+        >>> import dcnet
+        >>> "square_cosine" in dcnet.angulars()
+        True
+    """
     return MappingProxyType(_CATALOGUES["angular"])
 
 
 def look_up(kind: str, name: str) -> Formula:
-    """The registered formula of that name."""
+    """Return the registered formula of that name."""
     catalogue = _CATALOGUES[kind]
     if name not in catalogue:
         other = "angular" if kind == "magnitude" else "magnitude"
@@ -150,7 +165,7 @@ class Choice:
     def __call__(
         self, first: Any, rho: Any = None, learned: Mapping[str, Any] | None = None, **overrides: float
     ) -> tuple[Any, ...]:
-        """Value and slopes at `first` (‖x‖ or cos θ); `learned` gives the learned parameters."""
+        """Return value and slopes at `first` (‖x‖ or cos θ); `learned` gives the learned parameters."""
         arguments = dict(self.values) | {name: (learned or {})[name] for name in self.learned} | overrides
         if self.formula.has_radius:
             return self.formula.function(first, rho, **arguments)
@@ -161,7 +176,7 @@ class Choice:
         return self.formula.name
 
     def value(self, name: str, default: float) -> float:
-        """The chosen value of a fixed parameter, `default` where the formula has no such parameter."""
+        """Return the chosen value of a fixed parameter, `default` where the formula has no such parameter."""
         return dict(self.values).get(name, default)
 
     def __str__(self) -> str:
@@ -173,7 +188,7 @@ class Choice:
 
 
 def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
-    """The formula that `spec` names, as in "tanh", "seg:alpha=1,beta=0.5" or "sigmoid:k=learned"."""
+    """Return the formula that `spec` names, as in "tanh", "seg:alpha=1,beta=0.5" or "sigmoid:k=learned"."""
     if isinstance(spec, Choice):
         spec = str(spec) if spec.formula.kind == kind else _wrong_kind(kind, spec.formula)
     if isinstance(spec, Formula):
@@ -194,7 +209,8 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
             if key in ("radius", "rho"):
                 known += ". The radius is an argument of its own, radius="
             raise ValueError(
-                f"{kind} {formula.name!r} has no parameter {key!r}.{nearest(key, formula.parameters)} Its parameters: {known}"
+                f"{kind} {formula.name!r} has no parameter {key!r}.{nearest(key, formula.parameters)} Its "
+                f"parameters: {known}"
             )
         if key in given:
             raise ValueError(f"{kind} {spec!r} gives {key} twice")
@@ -218,72 +234,3 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
 
 def _wrong_kind(kind: str, formula: Formula) -> str:
     raise ValueError(f"{formula.name!r} is a {formula.kind} function, not a {kind} function")
-
-
-def _register(kind: str, function: Any, bounded: bool, replace: bool) -> Any:
-    from dcnet.formulas import checks  # checks needs the classes above
-
-    checks.check_code(kind, function)
-    formula = Formula(
-        kind=kind,
-        name=function.__name__,
-        text=(inspect.getdoc(function) or "").partition("\n")[0],
-        function=function,
-        parameters=_parameters(kind, function),
-        has_radius=kind == "magnitude" and "rho" in inspect.signature(function).parameters,
-        bounded=bounded,
-    )
-    formula = checks.check_slopes(formula)
-    known = _CATALOGUES[kind].get(formula.name)
-    if known is not None and not replace and known.function.__code__ != function.__code__:
-        raise ValueError(
-            f"{kind} {formula.name!r} is registered already, as {known.text!r}: choose another name, or say replace=True"
-        )
-    _CATALOGUES[kind][formula.name] = formula
-    return function
-
-
-def _parameters(kind: str, function: Callable[..., Any]) -> dict[str, Parameter]:
-    """The parameters after ‖x‖ (or cos θ) and ρ, each with a default and a range."""
-    names = list(inspect.signature(function, eval_str=True).parameters.values())
-    where = f"{kind} {function.__name__!r}"
-    if not names:
-        raise ValueError(f"{where}: its first argument must be {'n = ‖x‖' if kind == 'magnitude' else 'c = cos θ'}")
-    rest = names[1:]
-    if kind == "magnitude" and rest and rest[0].name == "rho":
-        rest = rest[1:]
-    parameters = {}
-    for argument in rest:
-        if argument.name == "rho":
-            raise ValueError(f"{where}: rho must be the second argument of a magnitude")
-        if argument.name == "radius":
-            raise ValueError(
-                f"{where}: a parameter cannot be called radius, which is the layer's own; the operator radius is rho"
-            )
-        if argument.kind is not argument.POSITIONAL_OR_KEYWORD or not isinstance(argument.default, int | float):
-            raise ValueError(f"{where}: parameter {argument} needs a plain name and a number as its default")
-        bounds = (
-            anything if argument.annotation is argument.empty or argument.annotation is float else argument.annotation
-        )
-        if not isinstance(bounds, Range):
-            raise ValueError(
-                f"{where}: {argument.name} is annotated {bounds!r}; use positive, at_least(low) or learnable(start, floor)"
-            )
-        if not bounds.admits(argument.default):
-            raise ValueError(f"{where}: the default {argument.name}={argument.default:g} is not {bounds}")
-        parameters[argument.name] = Parameter(argument.name, float(argument.default), bounds)
-    return parameters
-
-
-def magnitude(function: Any = None, *, bounded: bool = False, replace: bool = False) -> Any:
-    """Registers a magnitude h(n[, rho], **parameters), n = ‖x‖; use as `@magnitude` or `@magnitude(bounded=True)`."""
-    if function is None:
-        return lambda f: _register("magnitude", f, bounded, replace)
-    return _register("magnitude", function, bounded, replace)
-
-
-def angular(function: Any = None, *, replace: bool = False) -> Any:
-    """Registers an angular function g(c, **parameters), c = cos θ; use as `@angular`."""
-    if function is None:
-        return lambda f: _register("angular", f, True, replace)
-    return _register("angular", function, True, replace)

@@ -23,7 +23,7 @@ _REFUSED = {
 
 
 def check_code(kind: str, function: Any) -> None:
-    """Raises unless the function uses its arguments, literals and `m` alone, without branches.
+    """Raise unless the function uses its arguments, literals and `m` alone, without branches.
 
     The code object is read, not the source: the GPU kernels run the same code with `m` bound to another module, and
     compiled Triton refuses other globals where its interpreter lets them pass.
@@ -81,7 +81,7 @@ _TOLERANCE = 1e-4
 
 
 def check_slopes(formula: Formula) -> Formula:
-    """The formula with `uses_norm` filled in; raises if a slope it returns is not the derivative of its value."""
+    """Return the formula with `uses_norm` filled in; raise if a slope is not the derivative of its value."""
     names = ["n" if formula.kind == "magnitude" else "c", *(["rho"] if formula.has_radius else []), *formula.learnable]
     moves = False  # whether the value depends on ‖x‖ (or cos θ) at all
     for point in _points(formula):
@@ -104,7 +104,8 @@ def check_slopes(formula: Formula) -> Formula:
             if bool(wrong.any()):
                 i = int(wrong.nonzero()[0])
                 raise ValueError(
-                    f"{formula.kind} {formula.name!r}: its slope in {name} is {slope[i]:.6g} at {_describe(point, wrong)}, "
+                    f"{formula.kind} {formula.name!r}: its slope in {name} is {slope[i]:.6g} at "
+                    f"{_describe(point, wrong)}, "
                     f"but its value changes at the rate {0.5 * (left[i] + right[i]):.6g} there",
                 )
             moves |= name == names[0] and bool((slope != 0).any())
@@ -116,7 +117,7 @@ def check_slopes(formula: Formula) -> Formula:
 
 
 def _points(formula: Formula) -> Iterator[dict[str, Tensor]]:
-    """Sets of arguments: random ones with random parameters, then the likely kinks with the default parameters."""
+    """Set of arguments: random ones with random parameters, then the likely kinks with the default parameters."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     count = 48
 
@@ -177,7 +178,7 @@ def _describe(point: dict[str, Tensor], wrong: Tensor) -> str:
 
 
 def _check_bound(formula: Formula) -> None:
-    """A bounded magnitude has stopped growing once ‖x‖ is a million times the radius."""
+    """Raise where a bounded magnitude still grows at ‖x‖ a million times the radius."""
     far = torch.tensor([1e6, 1e12], dtype=torch.float64, device="cpu")
     point = {"n": far, **({"rho": torch.ones_like(far)} if formula.has_radius else {})}
     near, further = _evaluate(
@@ -185,5 +186,6 @@ def _check_bound(formula: Formula) -> None:
     )[0].tolist()
     if abs(further) > abs(near) * 1.01 + 1e-9:
         raise ValueError(
-            f"magnitude {formula.name!r} is registered as bounded, but is {near:.4g} at ‖x‖ = 1e6 and {further:.4g} at 1e12"
+            f"magnitude {formula.name!r} is registered as bounded, but is {near:.4g} at ‖x‖ = 1e6 and "
+            f"{further:.4g} at 1e12"
         )

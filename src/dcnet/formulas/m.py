@@ -2,7 +2,8 @@
 
 A magnitude or angular function is written once, with its arguments, literals and the names of this module. The
 GPU kernels run the same code with `m` bound to a twin of this module, so every name here must exist there too. What is
-neither a number nor a tensor is a torch.fx proxy: `ops/cpu/record.py` records what is computed, for passes without gradients.
+neither a number nor a tensor is a torch.fx proxy: `ops/cpu/record.py` records what is computed, for passes without
+gradients.
 """
 
 import math
@@ -74,7 +75,10 @@ def power(a: Value, p: Value) -> Value:
 
 
 def asin(c: Value) -> Value:
-    """asin c for c in [-1, 1]; where a gradient is taken, it is `asin_slope`, and right to every order below the cap."""
+    """Return asin c for c in [-1, 1].
+
+    Its gradient is `asin_slope`, and right to every order below the cap.
+    """
     if isinstance(c, int | float):
         return math.asin(c)
     exact = torch.asin(c)
@@ -87,7 +91,8 @@ def asin(c: Value) -> Value:
     inner = c.clamp(-_ASIN_LINEAR_FROM, _ASIN_LINEAR_FROM)
     outside = (c.detach() != inner.detach()).to(c.dtype)
     smooth = torch.asin(inner) + (c - c.detach()) * (outside * ASIN_SLOPE_FLOOR**-0.5)
-    return smooth + (exact - smooth).detach()
+    value: Tensor = smooth + (exact - smooth).detach()
+    return value
 
 
 def asin_slope(c: Value) -> Value:

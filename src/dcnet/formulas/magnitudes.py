@@ -1,7 +1,8 @@
 """The seven magnitude functions h of the paper: value, slope in ‖x‖, slope in ρ where there is one."""
 
 from dcnet.formulas import m
-from dcnet.formulas.catalogue import magnitude, positive
+from dcnet.formulas.catalogue import positive
+from dcnet.formulas.registration import magnitude
 
 
 @magnitude(bounded=True)

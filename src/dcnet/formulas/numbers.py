@@ -2,7 +2,7 @@
 
 
 def parse_number(text: str) -> float:
-    """A number, or a fraction such as 8/255.
+    """Return a number, or a fraction such as 8/255.
 
     >>> parse_number("8/255") == 8 / 255
     True

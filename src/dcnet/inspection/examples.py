@@ -14,7 +14,10 @@ STEPS = 5
 def adversarial_examples(
     model: nn.Module, images: Tensor, labels: Tensor, eps: float, count: int = 6
 ) -> list[dict[str, Any]]:
-    """Some of the images that the network gets right, those first that PGD makes it get wrong; images in [0, 1]."""
+    """Return some of the images that the network gets right, starting with those that PGD makes it get wrong.
+
+    Images are in [0, 1].
+    """
     with torch.no_grad():
         before = model(images).softmax(1)
     right = (
@@ -44,12 +47,12 @@ def adversarial_examples(
 
 
 def encoded(image: Tensor) -> str:
-    """An image in [0, 1] as base64 of float16, in which 1/255 is not lost: (C, H, W), row by row."""
+    """Return an image in [0, 1] as base64 of float16, in which 1/255 is not lost: (C, H, W), row by row."""
     return base64.b64encode(image.detach().cpu().half().contiguous().numpy().tobytes()).decode()
 
 
 def decoded(text: str, channels: int, size: int) -> Tensor:
-    """The image again (C, H, W)."""
+    """Return the image again (C, H, W)."""
     return (
         torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float16).reshape(channels, size, size).float()
     )

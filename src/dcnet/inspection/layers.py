@@ -15,7 +15,7 @@ _CONVOLUTIONS = {1: decoupled_conv1d, 2: decoupled_conv2d, 3: decoupled_conv3d}
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    """The decoupled layers by name; in a plain network those that its twin decouples."""
+    """Return the decoupled layers by name; in a plain network those that its twin decouples."""
     decoupled = decoupled_layers(model)
     if decoupled:
         return dict(decoupled)
@@ -25,14 +25,18 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {f"{name}.conv": block.conv for name, block in blocks.items()}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has neither decoupled layers nor blocks of dcnet's networks; there is nothing to inspect"
+            f"{type(model).__name__} has neither decoupled layers nor blocks of dcnet's networks; there is "
+            "nothing to inspect"
         )
     return found
 
 
 @torch.no_grad()
 def layer_statistics(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
-    """For every layer, in the order they run: counts of θ over [0, π] and of ‖x‖/E over [0, FARTHEST], E{‖x‖}, and radii in units of it."""
+    """Return statistics of every layer, in the order they run.
+
+    Counts of θ over [0, π] and of ‖x‖/E over [0, FARTHEST], E{‖x‖}, and radii in units of it.
+    """
     found: list[dict[str, Any]] = []
 
     def look(name: str) -> Any:
@@ -85,7 +89,7 @@ def _counts(values: Tensor, high: float) -> list[int]:
 
 
 def filters_of(model: nn.Module) -> dict[str, Any]:
-    """The kernels of the first convolution: its name, and their values, of shape (kernels, channels, height, width)."""
+    """Return the name of the first convolution, and its kernels (kernels, channels, height, width)."""
     for name, layer in layers_of(model).items():
         if isinstance(layer, nn.Conv2d):
             return {

@@ -25,11 +25,11 @@ _VERSION = 1
 _IMAGES = 32  # of which θ and ‖x‖ are counted; more costs a wide network on a CPU many seconds, and moves no curve
 _ATTACKED = 16  # of which adversarial examples are made
 _POINTS = 1000  # features, where a plane shows them
-_EPS_GREY = 0.1  # for grey images, drawn in black and white, a change of 8/255 says little
+_EPS_GRAY = 0.1  # for gray images, drawn in black and white, a change of 8/255 says little
 
 
 def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = None) -> dict[str, Any]:
-    """Filters, θ and ‖x‖ by layer, adversarial examples and, of a network with two features, the features of the test images.
+    """Return filters, θ and ‖x‖ by layer, adversarial examples, and 2-D features of the test images where there are.
 
     What the folder has of this checkpoint is read, not made again; a folder without a checkpoint may have it too.
     """
@@ -46,7 +46,7 @@ def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = No
     with run.checkpoint.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if eps is None:
-        eps = _EPS_GREY if state["shape"]["in_channels"] == 1 else EPS
+        eps = _EPS_GRAY if state["shape"]["in_channels"] == 1 else EPS
     key = {"version": _VERSION, "step": state["step"], "checkpoint": digest, "eps": eps}
     if path.is_file():
         with contextlib.suppress(ValueError):  # a damaged one is made again

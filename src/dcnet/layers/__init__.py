@@ -1,4 +1,4 @@
-"""Layers: decoupled convolutions and linear maps, their statistics, optimisation, and conversion of plain models."""
+"""Layers: decoupled convolutions and linear maps, their statistics, optimization, and conversion of plain models."""
 
 from dcnet.layers.block import Block
 from dcnet.layers.chain import Chain, HandsOn, hand_on
@@ -12,22 +12,18 @@ from dcnet.layers.conv import (
 )
 from dcnet.layers.convert import DecoupleReport, decouple_
 from dcnet.layers.couple import CoupleReport, couple_
-from dcnet.layers.decoupled import Decoupled, LayerOptions, decoupled_layers, plain_state_dict
+from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.linear import DecoupledLinear
 from dcnet.layers.linear_form import Explaining
-from dcnet.layers.optimization import (
-    WeightProjection,
-    orthogonal_penalty,
-    orthonormal_penalty,
-    parameter_groups,
-    project_kernels_,
-    project_weights_,
-    weight_gradients_,
-)
+from dcnet.layers.optimization import WeightProjection, parameter_groups, project_kernels_, project_weights_
+from dcnet.layers.options import LayerOptions
+from dcnet.layers.penalties import orthogonal_penalty, orthonormal_penalty
+from dcnet.layers.plain_state import plain_state_dict
 from dcnet.layers.record import conversion_of
 from dcnet.layers.restore import from_pretrained, restore_conversion_
 from dcnet.layers.statistics import average_statistics_, recalibrate_, sync_norms_
+from dcnet.layers.weighted_gradients import weight_gradients_
 
 __all__ = [
     "Block",

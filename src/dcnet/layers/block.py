@@ -13,13 +13,27 @@ from dcnet.util.compat import changed_by_fsdp, hooked
 
 
 class Block(HandsOn):
-    """act(norm(conv(x)) + residual), with fewer passes over memory where the convolution is decoupled.
+    """A convolution with what follows it: act(norm(conv(x)) + residual).
 
-    conv: any layer with a `weight`. norm: a module or None; a BatchNorm shares passes with a decoupled convolution.
-    activation: None, "relu", "prelu" (a slope for each channel, starting at 0), "relu6", "silu", "gelu", "gelu_tanh" or
-    "hardswish".
-    Call it with x and, optionally, the residual to add. Where passes are shared, a forward hook on the convolution sees
-    the finished result.
+    Where the convolution is decoupled and followed by a BatchNorm or a ReLU, the parts share passes over memory, which
+    is faster and needs less of it. A forward hook on the convolution then sees the finished result.
+
+    Args:
+        conv: a convolution or linear layer, decoupled or plain.
+        norm: what follows it, such as `nn.BatchNorm2d`; None for nothing.
+        activation: None, "relu", "prelu" (a slope for each channel, starting at 0), "relu6", "silu", "gelu", "gelu_tanh"
+            or "hardswish".
+
+    Shape:
+        Input as the convolution takes it; residual and output as the convolution gives it.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> from torch import nn
+        >>> block = dcnet.Block(dcnet.DecoupledConv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), "relu")
+        >>> x = torch.randn(2, 8, 6, 6)
+        >>> block(x, x).shape
+        torch.Size([2, 8, 6, 6])
     """
 
     def __init__(self, conv: nn.Module, norm: nn.Module | None = None, activation: str | None = "relu") -> None:
@@ -29,7 +43,14 @@ class Block(HandsOn):
         self.conv = conv
         self.norm = norm
         self.activation = activation
-        self.slope = nn.Parameter(torch.zeros(len(conv.weight))) if activation == "prelu" else None  # type: ignore[arg-type]
+        kernels = len(conv.weight)  # type: ignore[arg-type]
+        self.slope = nn.Parameter(torch.zeros(kernels)) if activation == "prelu" else None
+
+    def extra_repr(self) -> str:
+        """Say what follows the convolution."""
+        norm = "conv(x)" if self.norm is None else "norm(conv(x))"
+        inner = f"{norm} [+ residual]"
+        return inner if self.activation is None else f"{self.activation}({inner})"
 
     def with_energy(
         self, x: Tensor, energy: Tensor | None, leave: bool, residual: Tensor | None = None

@@ -143,5 +143,5 @@ def _radius(layer: Decoupled, norms: Tensor) -> float:
     for rho in _RADII:
         h = layer.operator.magnitude(n, torch.tensor(rho, dtype=torch.float64, device=n.device), learned)[0]
         if 1.0 - (h * n).sum().square() / (h.square().sum() * n.square().sum()) <= LOST:
-            return rho
-    return _RADII[-1]
+            return rho  # type: ignore[no-any-return]
+    return _RADII[-1]  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
 """Which layers of a model can be converted, and why the others cannot."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -85,7 +86,8 @@ def reason_to_leave(
             return f"a nn.{kind.__name__}, which is not among types"
         overridden = what_it_overrides(kind)
         if overridden:
-            return f"a subclass, {kind.__name__}, with a {overridden} of its own; name it in types to convert it, which drops that arithmetic"
+            why = f"a subclass, {kind.__name__}, with a {overridden} of its own"
+            return f"{why}; name it in types to convert it, which drops that arithmetic"
         if plain not in types:
             return f"a subclass, {kind.__name__}, of nn.{plain.__name__}, which is not among types"
     return selection.reason_to_leave(name, module) or special.get(module, "")
@@ -93,7 +95,8 @@ def reason_to_leave(
 
 def _parametrized(module: nn.Module) -> str:
     names = list(module.parametrizations) if isinstance(module.parametrizations, nn.ModuleDict) else []
-    by = ", ".join(type(p).__name__.lstrip("_") for name in names for p in module.parametrizations[name])  # type: ignore[index]
+    parametrizations: Any = module.parametrizations
+    by = ", ".join(type(p).__name__.lstrip("_") for name in names for p in parametrizations[name])
     return (
         f"its {' and '.join(names)} is computed by a parametrization ({by}); take that off with "
         f"torch.nn.utils.parametrize.remove_parametrizations(layer, {names[0]!r}), convert, and put it on again"

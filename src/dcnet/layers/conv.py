@@ -7,9 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
+from dcnet.layers import documentation
+from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.options import Device, LayerOptions, Spec
 from dcnet.ops import EPS, Geometry, known_geometry, make_geometry, patch_norm
 from dcnet.util.compat import LazyConvXdMixin
+
+Size = int | tuple[int, ...]  # one for all dimensions, or one for each
 
 
 class _DecoupledConv(Decoupled):
@@ -27,10 +31,10 @@ class _DecoupledConv(Decoupled):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
@@ -43,8 +47,8 @@ class _DecoupledConv(Decoupled):
         momentum: float | None = 0.1,
         sync: bool = False,
         impl: str = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
@@ -70,15 +74,15 @@ class _DecoupledConv(Decoupled):
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):
-    __doc__ = f"`nn.Conv1d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+    __doc__ = documentation.conv(1)
 
 
 class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
-    __doc__ = f"`nn.Conv2d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+    __doc__ = documentation.conv(2)
 
 
 class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
-    __doc__ = f"`nn.Conv3d` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩.\n\n{Decoupled.__doc__}"
+    __doc__ = documentation.conv(3)
 
 
 class _LazyDecoupledConv(LazyConvXdMixin):
@@ -89,16 +93,16 @@ class _LazyDecoupledConv(LazyConvXdMixin):
     def __init__(
         self,
         out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: str | Size = 0,
+        dilation: Size = 1,
         groups: int = 1,
         bias: bool = False,
         padding_mode: str = "zeros",
         *,
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **decoupling: Any,
     ) -> None:
         if out_channels % groups:
@@ -127,7 +131,7 @@ class _LazyDecoupledConv(LazyConvXdMixin):
 
 
 class LazyDecoupledConv1d(_LazyDecoupledConv, DecoupledConv1d):
-    """`DecoupledConv1d` without `in_channels`, which is read off the first input."""
+    __doc__ = documentation.lazy(1)
 
     cls_to_become = DecoupledConv1d
 
@@ -136,7 +140,7 @@ class LazyDecoupledConv1d(_LazyDecoupledConv, DecoupledConv1d):
 
 
 class LazyDecoupledConv2d(_LazyDecoupledConv, DecoupledConv2d):
-    """`DecoupledConv2d` without `in_channels`, which is read off the first input."""
+    __doc__ = documentation.lazy(2)
 
     cls_to_become = DecoupledConv2d
 
@@ -145,7 +149,7 @@ class LazyDecoupledConv2d(_LazyDecoupledConv, DecoupledConv2d):
 
 
 class LazyDecoupledConv3d(_LazyDecoupledConv, DecoupledConv3d):
-    """`DecoupledConv3d` without `in_channels`, which is read off the first input."""
+    __doc__ = documentation.lazy(3)
 
     cls_to_become = DecoupledConv3d
 

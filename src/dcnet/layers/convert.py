@@ -12,11 +12,12 @@ from torch import nn
 from dcnet.layers.calibrate import calibrate_
 from dcnet.layers.candidates import CONVERTIBLE, TWINS, reason_to_leave, refuse_wrapped, twin_of, what_it_overrides
 from dcnet.layers.costs import multiply_adds, parameters, shapes_in
-from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
+from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.fuse import FuseReport, fuse_
 from dcnet.layers.gates import adapters, gates
 from dcnet.layers.observe import observe, prepare
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
+from dcnet.layers.options import LayerOptions, Spec
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
 from dcnet.layers.record import record_
 from dcnet.layers.report import Change, Row, kind_of, table_of
@@ -29,7 +30,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class DecoupleReport:
-    """What `decouple_` did: the names it converted, the names it left with the reason, and what else there is to know. Prints as a table."""
+    """What `decouple_` did: the names it converted, those it left with the reason, and notes."""
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -57,7 +58,7 @@ def decouple_(
     fuse: bool = True,
     **layer_options: Any,
 ) -> DecoupleReport:
-    """Convert layers of `model` in place, keep their weights and biases, and return a report of those converted and left.
+    """Convert layers of `model` in place, keep their weights and biases, and return a report.
 
     where: which layers to convert: a function `where(name, module)`; a pattern of names such as "layer[1-4].*.conv2", or "!stem*" for all
         others; a preset, "spatial" (kernels larger than 1×1), "not-first", "not-depthwise", or "all"; or a list of these. Patterns add
@@ -73,8 +74,9 @@ def decouple_(
     fuse: let the new layers do the work of the BatchNorm and the activation behind them, as `fuse_` does; the report says which.
     layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
 
-    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is wrong nothing is changed.
-    The configuration of a model of transformers gets a record of it, which `from_pretrained` reads.
+    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is
+    wrong nothing is changed. The configuration of a model of transformers gets a record of it, which `from_pretrained`
+    reads.
     """
     if isinstance(types, type):
         types = (types,)
@@ -216,16 +218,19 @@ def _tell_optimizer(report: DecoupleReport, chosen: dict[str, nn.Module], groups
         unknown = [name for name, layer in chosen.items() if layer not in groups]
         if unknown:
             report.notes.append(
-                f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what is new there either"
+                f"the optimizer has no parameter of {', '.join(map(_shown, unknown))}, and does not train what "
+                "is new there either"
             )
         decaying = [name for name, layer in chosen.items() if groups.decays(layer)]
         if decaying:
             report.notes.append(
-                f"the optimizer still decays the kernels of {len(decaying)} unweighted layers ({decaying[0] or 'the model itself'}, …), "
+                f"the optimizer still decays the kernels of {len(decaying)} unweighted layers "
+                f"({decaying[0] or 'the model itself'}, …), "
                 "whose length means nothing; an optimizer made anew from dcnet.parameter_groups(model) does not",
             )
     elif report.added:
         report.notes.append(
-            f"an optimizer made before does not know the {len(report.added)} new parameters ({report.added[0]}, …): pass it as optimizer=, "
+            f"an optimizer made before does not know the {len(report.added)} new parameters ({report.added[0]}, "
+            "…): pass it as optimizer=, "
             "or make it now, from dcnet.parameter_groups(model)",
         )

@@ -1,14 +1,14 @@
 """What every decoupled layer shares: its operator, learned radius and parameters, and the running mean norm."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from dcnet.formulas import Choice, Formula, Learnable
+from dcnet.formulas import Learnable
 from dcnet.layers.linear_form import Explaining, is_explained, linear_form
+from dcnet.layers.options import LayerOptions
 from dcnet.ops import (
     EPS,
     BatchMean,
@@ -18,75 +18,33 @@ from dcnet.ops import (
     MeanNorm,
     Operator,
     PostOps,
-    check_eps,
-    check_impl,
     check_input,
-    check_literal_radius,
     compute_dtype,
     decouple,
     distributed,
-    make_operator,
 )
 from dcnet.util.compat import recorded_by_jit
 
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
 
-Spec = str | Formula | Choice
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """The options that every decoupled layer has besides those of the plain one; `Decoupled` says what they mean."""
-
-    magnitude: Spec = "tanh"
-    angular: Spec = "cosine"
-    weighting: str | None = None
-    radius: str | float = "learned"
-    eps: float = EPS
-    momentum: float | None = 0.1
-    sync: bool = False
-    impl: str = "auto"
-
-    def operator(self) -> Operator:
-        """Return the operator a layer with these options has; raise where one of them cannot be."""
-        operator = make_operator(self.magnitude, self.angular, self.weighting)
-        if isinstance(self.radius, str):
-            if self.radius != "learned":
-                raise ValueError(f"unknown radius {self.radius!r}; possible: 'learned', or a number > 0")
-        else:
-            check_literal_radius(self.radius)
-            if not operator.magnitude.formula.has_radius:
-                raise ValueError(f"radius={self.radius!r}: the magnitude {operator.magnitude.name!r} has no radius")
-        check_eps(self.eps)
-        check_impl(self.impl)
-        momentum = self.momentum
-        if momentum is not None and not (isinstance(momentum, int | float) and 0.0 <= momentum <= 1.0):
-            possible = "a number from 0 to 1, or None for a cumulative average"
-            raise ValueError(f"momentum must be {possible}, got {momentum!r}")
-        if not isinstance(self.sync, bool):
-            raise ValueError(f"sync must be True or False, got {self.sync!r}")
-        return operator
-
 
 class _UnexpectedBias(str):
-    """The key of a bias that a layer has no place for. In the error of `load_state_dict`, which is made of such keys, it says what to do."""
+    """The key of a bias that a layer has no place for.
+
+    In the error of `load_state_dict`, which is made of such keys, it says what to do.
+    """
 
     def __format__(self, spec: str) -> str:
         return (
-            f"{self!s} (a decoupled layer has no bias by default: make it with bias=True, or convert the plain network with "
-            "dcnet.decouple_, which keeps biases)"
+            f"{self!s} (a decoupled layer has no bias by default: make it with bias=True, or convert the plain "
+            "network with dcnet.decouple_, which keeps biases)"
         )
 
 
 class Decoupled(nn.Module):
-    """Mixed into a plain layer: same arguments, same `weight` and `bias` keys, other arithmetic.
+    """What decoupled layers add to a plain layer: goes before it among the bases.
 
-    magnitude, angular: names from `dcnet.magnitudes()` and `dcnet.angulars()`, with parameters as in "seg:beta=0.2". "tanh" with "cosine" is the
-    paper's running example; "seg" with "square_cosine", without an activation behind, was the best in our measurements (docs/choosing.md).
-    weighting: None, "linear", "joint" or "separate": how ‖w‖ enters the magnitude.
-    radius: "learned" (per kernel, in units of the mean patch norm E{‖x‖}; ignored by magnitudes without a radius), or a number.
-    eps: inside every norm. momentum: of the running average of E{‖x‖}; None for a cumulative average.
-    sync: take E{‖x‖} over all ranks in training. impl: "auto", or an implementation by name.
+    The arguments are described in `DecoupledConv2d` and `DecoupledLinear`.
     """
 
     weight: nn.Parameter
@@ -96,8 +54,7 @@ class Decoupled(nn.Module):
     num_batches_tracked: Tensor | None
     operator: Operator
     groups: int
-    # whether projection, weighted gradients and orthogonality act on its kernels; off for a classifier
-    constrained = True
+    constrained = True  # whether projection, weighted gradients and penalties act on its kernels; off for a classifier
     weighted_gradient: Any = None  # what `weight_gradients_` puts here
     fusion: Any = None  # what `fuse_` puts here: the BatchNorm and activation whose work this layer does
     explained_by: tuple[Explaining, ...] = ()  # what `dcnet.explanations` puts here
@@ -179,7 +136,7 @@ class Decoupled(nn.Module):
         if isinstance(input, Proxy):
             return self._as_leaf(input)
         if self.fusion is not None and post_ops is None:
-            return self.fusion.forward(self, input)
+            return self.fusion.forward(self, input)  # type: ignore[no-any-return]
         return self.decouple(input, post_ops)[0]
 
     def decouple(
@@ -211,25 +168,27 @@ class Decoupled(nn.Module):
         vectors = (self.effective_weight, self.bias, self._geometry(), operator, radius, mean_norm, learned)
         return decouple(Inputs(x, *vectors, self.eps, post_ops, energy, leave_energy), self.impl)
 
-    def _as_leaf(self, x: Proxy) -> Any:
+    def _as_leaf(self, x: Proxy) -> Tensor:
         """Return what `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
         name = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
         if not name:
             raise TypeError(
-                "torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace nn.Sequential(layer)"
+                "torch.fx records a decoupled layer as a leaf, and cannot trace one by itself; trace "
+                "nn.Sequential(layer)"
             )
-        return x.tracer.create_proxy("call_module", name, (x,), {})
+        leaf: Tensor = x.tracer.create_proxy("call_module", name, (x,), {})  # type: ignore[assignment]
+        return leaf
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
-        """Draws the kernels anew as the plain layer does, and puts radii, parameters and statistics at their start."""
+        """Draw the kernels anew as the plain layer does, and put radii, parameters and statistics at their start."""
         super().reset_parameters()  # type: ignore[misc]
         if "operator" in self.__dict__:  # not yet while the plain layer is being constructed
             self._reset_extras()
 
     def reset_running_stats(self) -> None:
-        """Forgets the running mean norm."""
+        """Forget the running mean norm."""
         if self.running_norm is not None and self.num_batches_tracked is not None:
             self.running_norm.fill_(STARTS["running_norm"])
             self.num_batches_tracked.fill_(STARTS["num_batches_tracked"])
@@ -240,7 +199,7 @@ class Decoupled(nn.Module):
             getattr(self, name).fill_(self._start(name))
 
     def _start(self, extra: str) -> float:
-        """Where an extra starts."""
+        """Return where an extra starts."""
         if extra in STARTS:
             return STARTS[extra]
         choice = next(
@@ -251,7 +210,7 @@ class Decoupled(nn.Module):
         return bounds.raw_start
 
     def _extras(self) -> list[str]:
-        """The state-dict keys a plain layer does not have."""
+        """Return the state-dict keys a plain layer does not have."""
         tracked = list(STARTS) if self.raw_radius is not None else []
         return tracked + [f"raw_{name}" for name in self.operator.learned]
 
@@ -265,7 +224,7 @@ class Decoupled(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # A plain layer's state has none of the extras: they keep what they are. With some of them, the missing ones are errors.
+        # A plain layer's state has none of the extras: they stay as they are. With some, missing ones are errors.
         if not any(prefix + name in state_dict for name in self._extras()):
             state_dict = state_dict | {
                 prefix + name: self._kept(name, state_dict.get(prefix + "weight")) for name in self._extras()
@@ -277,16 +236,16 @@ class Decoupled(nn.Module):
         self._apply(lambda t: t)  # statistics that came in half precision, with assign=True
 
     def _kept(self, name: str, weight: Tensor | None) -> Tensor:
-        """An extra as it is; one without storage yet (on the meta device) gets its start, where the weight goes."""
-        value = getattr(self, name).detach()
+        """Return an extra as it is; one on the meta device, without storage, at its start where the weight goes."""
+        value: Tensor = getattr(self, name).detach()
         if not value.is_meta or weight is None or weight.is_meta:
             return value
         return torch.full_like(value, self._start(name), device=weight.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As nn.Module, but the statistics stay float32 in a half-precision layer."""
+        """Do as nn.Module does, but keep the statistics in float32 in a half-precision layer."""
         before = {name: self._buffers.get(name) for name in ("running_norm", "num_batches_tracked")}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers.get(name)
             if old is not None and new is not None and new.dtype in (torch.float16, torch.bfloat16):
@@ -305,18 +264,7 @@ class Decoupled(nn.Module):
         return text
 
 
-def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a model without what only decoupled layers have (radii, k, E{‖x‖}): it loads into the plain network, strictly.
-
-    The kernels are as they are, not normalized: the plain network with them is a start, not the same function.
-    """
-    extras = {
-        f"{name}." * bool(name) + extra for name, layer in decoupled_layers(model).items() for extra in layer._extras()
-    }
-    return {key: tensor for key, tensor in model.state_dict().items() if key not in extras}
-
-
 def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:
-    """The decoupled layers of a model by name, each once, those that `where(name, layer)` admits."""
+    """Return the decoupled layers of a model by name, each once, those that `where(name, layer)` admits."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Decoupled)}
     return {name: layer for name, layer in layers.items() if where is None or where(name, layer)}

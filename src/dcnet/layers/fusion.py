@@ -77,7 +77,7 @@ class Fusion:
         self.norm_waits, self.activation_waits = fused, fused and self.activation is not None
         if not torch.compiler.is_compiling():
             self.result = ref(y) if fused else None
-        return y
+        return y  # type: ignore[no-any-return]
 
     def _holds(self, conv: Any) -> bool:
         """Tell whether the modules are those that were fused, without hooks that want to see what lies between them."""

@@ -111,7 +111,7 @@ class Inference(nn.Module):
         """What the layer gives in evaluation, with a BatchNorm behind it where one was folded in."""
         x = input if self.prepare is None else self.prepare(input)
         dot, norm = convolve(x, self.weight, None, self.geometry), self.norms(x)
-        return self.epilogue(dot.to(norm.dtype), norm).to(dot.dtype)
+        return self.epilogue(dot.to(norm.dtype), norm).to(dot.dtype)  # type: ignore[no-any-return]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As nn.Module, but only the kernels become half precision."""
@@ -121,7 +121,7 @@ class Inference(nn.Module):
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point()
         }
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for (module, name), old in exact.items():
             new = getattr(module, name)
             if new.dtype in (torch.float16, torch.bfloat16):

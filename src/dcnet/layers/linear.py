@@ -1,19 +1,17 @@
 """The decoupled fully connected layer."""
 
-from typing import Any
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcnet.layers.decoupled import Decoupled, LayerOptions, Spec
+from dcnet.layers import documentation
+from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.options import Device, LayerOptions, Spec
 from dcnet.ops import EPS, LINEAR, Geometry, compute_dtype, root
 
 
 class DecoupledLinear(Decoupled, nn.Linear):
-    __doc__ = (
-        "`nn.Linear` with h(‖w‖, ‖x‖)·g(θ) in place of ⟨w, x⟩. With magnitude='linear' and angular='cosine' it is the\n"
-        f"    weight-normalised softmax layer, w·x/‖w‖.\n\n{Decoupled.__doc__}"
-    )
+    __doc__ = documentation.LINEAR
 
     def __init__(
         self,
@@ -29,8 +27,8 @@ class DecoupledLinear(Decoupled, nn.Linear):
         momentum: float | None = 0.1,
         sync: bool = False,
         impl: str = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._init_decoupling(LayerOptions(magnitude, angular, weighting, radius, eps, momentum, sync, impl))

@@ -48,7 +48,7 @@ def linear_form(layer: Any, x: Tensor) -> Tensor:
         if constant is not None:
             bias = constant if bias is None else constant + bias
     y = dot * scale.to(dot.dtype)
-    return y if bias is None else y + bias.to(dot.dtype)
+    return y if bias is None else y + bias.to(dot.dtype)  # type: ignore[no-any-return]
 
 
 def _fixed(layer: Any, norms: Tensor, dot: Tensor, w_norm: Tensor) -> tuple[Tensor, Tensor | None]:

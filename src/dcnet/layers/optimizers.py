@@ -15,7 +15,10 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Module]) -> "Groups | None":
-    """Return the groups of the optimizer that hold the parameters of these layers; raise where there is none, or a schedule already."""
+    """Return the groups of the optimizer that hold the parameters of these layers.
+
+    Raise where there is none, or where the optimizer has a schedule already.
+    """
     if optimizer is None:
         return None
     owner = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -28,7 +31,8 @@ def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Mod
         )
     if any("initial_lr" in group for group in found.values()):
         raise ValueError(
-            "optimizer has a learning-rate schedule already, which knows the number of its groups; convert first, then make the schedule",
+            "optimizer has a learning-rate schedule already, which knows the number of its groups; convert "
+            "first, then make the schedule",
         )
     return Groups(optimizer, found)
 

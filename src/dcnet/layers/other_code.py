@@ -7,12 +7,16 @@ from torch import nn
 
 from dcnet.layers.decoupled import Decoupled
 
-# What timm's `reparameterize_model` and other tools call, without arguments, to have a block merge its convolutions and BatchNorms
+# What timm's `reparameterize_model` and other tools call, without arguments, to have a block merge its convolutions and
+# BatchNorms
 _MERGING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """Make transformer layers call their converted linear layers in evaluation too, past PyTorch's fast path; return notes on that."""
+    """Make transformer layers call their converted linear layers in evaluation too; return notes on that.
+
+    PyTorch's fast path would not call them.
+    """
     converted, slow = set(layers.values()), 0
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and converted & set(module.children()):
@@ -23,7 +27,8 @@ def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
     if not slow:
         return []
     return [
-        f"{slow} nn.TransformerEncoderLayer no longer take PyTorch's fast path in evaluation, which would not call converted layers"
+        f"{slow} nn.TransformerEncoderLayer no longer take PyTorch's fast path in evaluation, which would not "
+        "call converted layers"
     ]
 
 
@@ -35,7 +40,8 @@ class Refusal:
 
     def __call__(self, *arguments: Any, **named: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self.name or 'the model'}.{self.method}() merges kernels as if layers were linear in them, and {self.layer!r} is decoupled; "
+            f"{self.name or 'the model'}.{self.method}() merges kernels as if layers were linear in them, and "
+            f"{self.layer!r} is decoupled; "
             "use the model as it is, or leave the block out of decouple_ with where=",
         )
 

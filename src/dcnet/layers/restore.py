@@ -13,14 +13,20 @@ from dcnet.layers.selection import ALL
 
 
 def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:
-    """Convert the layers that `conversion_of` has named, and return the model; load the weights afterwards."""
+    """Convert the layers of a plain model that `conversion_of` has named, and return it; load the weights afterwards.
+
+    Args:
+        model: the plain model.
+        conversion: what `conversion_of` returned for the converted one.
+    """
     modules = dict(model.named_modules())
     for name in conversion:
         module = modules.get(name)
         if not isinstance(module, CONVERTIBLE) or isinstance(module, Decoupled):
             found = "there is none of that name" if module is None else f"that is a {type(module).__name__}"
             raise ValueError(
-                f"cannot convert layer {name!r} as recorded: {found}. Is this the model the record was made of, built anew?"
+                f"cannot convert layer {name!r} as recorded: {found}. Is this the model the record was made of, "
+                "built anew?"
             )
     alike: dict[tuple[Any, ...], set[str]] = {}
     for name, options in conversion.items():
@@ -39,14 +45,20 @@ def _among(names: set[str]) -> Where:
 
 
 def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: Any) -> Any:
-    """Return what `kind.from_pretrained(source, …)` of transformers gives, converted as it was when it was saved, weights and all.
+    """Return what `kind.from_pretrained(source, …)` of transformers gives, converted as it was when saved.
 
-    kind: the class of the model itself, such as `ResNetForImageClassification`. By itself it would build the plain network.
+    By itself `kind.from_pretrained` would build the plain network.
+
+    Args:
+        kind: the class of the model itself, such as `ResNetForImageClassification`.
+        source: a folder or a name, as `from_pretrained` of transformers takes it.
+        *arguments: passed on.
+        **options: passed on.
     """
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         raise TypeError(f"kind must be the class of a model, which is an nn.Module, got {kind!r}")
 
-    class Converted(kind):
+    class Converted(kind):  # type: ignore[misc]  # a class that is known when it runs
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(config, *arguments, **options)
             conversion = getattr(config, "dcnet", None)

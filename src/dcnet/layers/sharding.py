@@ -9,7 +9,10 @@ from dcnet.layers.decoupled import Decoupled
 
 
 def is_sharded(tensor: object) -> bool:
-    """Tell whether a tensor is a DTensor, of which each rank may hold a part: by its method, since the import takes long."""
+    """Tell whether a tensor is a DTensor, of which each rank may hold a part.
+
+    It looks for a method, since the import takes long.
+    """
     return hasattr(tensor, "full_tensor")
 
 
@@ -18,7 +21,8 @@ def check_shape(name: str, layer: Decoupled) -> None:
     weight, kernels = layer.weight, layer._kernels_and_groups()[0]
     if weight.dim() < 2 or weight.shape[0] != kernels:
         raise ValueError(
-            f"the kernels of layer {name or '(the model itself)'!r} have the shape {tuple(weight.shape)}, not ({kernels}, …): "
+            f"the kernels of layer {name or '(the model itself)'!r} have the shape {tuple(weight.shape)}, not "
+            f"({kernels}, …): "
             "FullyShardedDataParallel has flattened them. Use torch.distributed.fsdp.fully_shard instead, or "
             "FullyShardedDataParallel.summon_full_params around this call",
         )
@@ -31,18 +35,25 @@ def whole_kernels(name: str, layer: Decoupled) -> Tensor:
     """
     weight: Any = layer.weight
     if is_sharded(weight):
-        return weight.full_tensor()
+        whole: Tensor = weight.full_tensor()
+        return whole
     check_shape(name, layer)
-    return weight
+    return layer.weight
 
 
 def modules_of_fsdp(model: nn.Module, kind: str) -> list[Any]:
-    """Return the parts of a model that FSDP takes care of. kind: "FSDPModule" (FSDP2) or "FullyShardedDataParallel" (FSDP1)."""
+    """Return the parts of a model that FSDP manages.
+
+    kind: "FSDPModule" (FSDP2) or "FullyShardedDataParallel" (FSDP1).
+    """
     found = getattr(sys.modules.get("torch.distributed.fsdp"), kind, None)  # not imported: nothing can be sharded
     return [] if found is None else [module for module in model.modules() if isinstance(module, found)]
 
 
 def reshard_(model: nn.Module) -> None:
-    """Put each rank's part of the parameters back where FSDP2 has left whole ones after a forward: changes to those are lost."""
+    """Put each rank's part of the parameters back where FSDP2 has left whole ones after a forward.
+
+    Changes to whole ones would be lost.
+    """
     for module in modules_of_fsdp(model, "FSDPModule"):
         module.reshard()

@@ -13,14 +13,20 @@ from dcnet.util.compat import BatchNorm
 
 
 def sync_norms_(model: nn.Module) -> nn.Module:
-    """The model, with E{‖x‖} of every decoupled layer taken over all ranks in training from now on."""
+    """Take E{‖x‖} of every decoupled layer over all ranks in training, from now on; return the model.
+
+    As `nn.SyncBatchNorm.convert_sync_batchnorm` does for BatchNorm.
+
+    Args:
+        model: any model with decoupled layers.
+    """
     for layer in decoupled_layers(model).values():
         layer.sync = True
     return model
 
 
 def tracking_layers(model: nn.Module) -> dict[str, Decoupled | BatchNorm]:
-    """The layers of a model that keep running averages, by name."""
+    """Return the layers of a model that keep running averages, by name."""
 
     def tracks(layer: nn.Module) -> bool:
         if isinstance(layer, Decoupled):
@@ -36,7 +42,7 @@ def _averages(layer: Decoupled | BatchNorm) -> list[Tensor]:
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the running averages of a model and of their counts, by the names its state dict has for them."""
+    """Copy of the running averages of a model and of their counts, by the names its state dict has for them."""
     layers = tracking_layers(model)
     return {
         f"{name}.{key}".lstrip("."): buffer.clone()
@@ -47,7 +53,10 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_statistics_(model: nn.Module, statistics: dict[str, Tensor]) -> nn.Module:
-    """The model, with running averages that `statistics_of` has copied, written in place: a CUDA graph keeps the buffers it knows."""
+    """Write running averages that `statistics_of` has copied into the model, and return it.
+
+    In place: a CUDA graph keeps the buffers it knows.
+    """
     for name, buffer in statistics.items():
         model.get_buffer(name).copy_(buffer)
     return model
@@ -55,7 +64,13 @@ def restore_statistics_(model: nn.Module, statistics: dict[str, Tensor]) -> nn.M
 
 @torch.no_grad()
 def average_statistics_(model: nn.Module) -> nn.Module:
-    """The model, with every running average replaced by its mean over all ranks; call it on all of them."""
+    """Replace every running average by its mean over all ranks; return the model.
+
+    Call it on all ranks, before an evaluation or a checkpoint of a model that was trained without `sync`.
+
+    Args:
+        model: any model with running averages, of decoupled layers or of BatchNorm.
+    """
     averages = [buffer for layer in tracking_layers(model).values() for buffer in _averages(layer)]
     if not averages or not distributed():
         return model
@@ -77,10 +92,20 @@ def input_of(batch: Any) -> Tensor:
 
 @torch.no_grad()
 def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
-    """The model, with E{‖x‖} and BatchNorm's averages re-estimated as plain means over the batches.
+    """Estimate E{‖x‖} and BatchNorm's averages anew, as plain means over the batches; return the model.
 
-    Everything but those layers runs in evaluation mode (dropout is off); modes and momenta are restored afterwards. A
-    batch is an input, or a tuple or list that starts with one. If anything fails the old averages stay.
+    Running averages lag behind weights that move quickly, and do not fit weights that were converted or averaged.
+    Everything but the layers with averages runs in evaluation mode (dropout is off); modes and momenta are restored
+    afterwards. If anything fails the old averages stay.
+
+    Args:
+        model: any model.
+        batches: inputs, or tuples or lists that start with one, such as a `DataLoader` gives them.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8)
+        >>> model = dcnet.recalibrate_(model, [torch.rand(16, 1, 8, 8) for _ in range(3)])
     """
     layers = tracking_layers(model)
     if not layers:

@@ -1,7 +1,7 @@
 """Models: the paper's networks by name, each with its plain twin."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,10 @@ def _cnn(widths: tuple[int, ...], depth: int, *features: int) -> Callable[..., n
 
 
 def _cnn6_2d(parts: Parts, normalize: Normalize, **arguments: Any) -> nn.Module:
-    """Two features that are the operator's own output: a norm or an activation behind it would hide what it does."""
+    """Build the CNN with two features, which are the operator's own output.
+
+    A norm or an activation behind it would hide what it does.
+    """
     return CNN(
         parts, normalize, (32, 64, 128), 2, (256, 2), penultimate_activation=False, penultimate_norm=False, **arguments
     )
@@ -66,9 +69,8 @@ _OWN_OPTIONS: dict[str, tuple[str, Callable[[str], bool]]] = {
 }
 
 
-_NETWORKS: dict[
-    str, tuple[Callable[..., nn.Module], dict[str, Any]]
-] = {  # with the norm and activation they have by default
+# with the norm and activation they have by default
+_NETWORKS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "cnn9": (_cnn((64, 128, 256), 3, 512), {"norm": "batch", "activation": "relu"}),
     "cnn9_narrow": (_cnn((32, 64, 128), 3, 256), {"norm": None, "activation": "relu"}),
     "resnet32": (
@@ -87,7 +89,13 @@ _NETWORKS: dict[
 
 
 def list_models() -> list[str]:
-    """The names `create_model` knows."""
+    """Return the names that `create_model` knows.
+
+    Examples:
+        >>> import dcnet
+        >>> "resnet32" in dcnet.list_models()
+        True
+    """
     return list(_NETWORKS)
 
 
@@ -101,20 +109,43 @@ def create_model(
     norm: str | None = DEFAULT,
     activation: str | None = DEFAULT,
     head: str = "linear",
-    mean: Any = None,
-    std: Any = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
     penultimate_activation: bool | None = None,
     penultimate_norm: bool | None = None,
     root_activation: bool | None = None,
     **layer_options: Any,
 ) -> nn.Module:
-    """The network of that name, from images in [0, 1] to logits; `magnitude=None` builds the plain twin of the same structure.
+    """Create one of the paper's networks by name; it maps images in [0, 1] to logits.
 
-    norm: "batch" or None. activation: "relu", "prelu" or None. head: "linear" or "normalized". mean, std: of the input, instead of
-    (255·x − 127.5)/128. penultimate_activation, penultimate_norm: whether the fully connected layer before the classifier of the
-    CNN-9s has an activation (no by default) and the network's norm (yes by default). root_activation: whether the first convolution
-    of a residual network has an activation (by default not in resnet32, but in the ImageNet networks).
-    layer_options: `weighting`, `radius`, `eps`, … of the decoupled layers.
+    Args:
+        name: one of `list_models()`.
+        num_classes: number of logits.
+        in_channels: channels of the images.
+        input_size: height and width of the images.
+        magnitude: the function h of all decoupled layers, as in `DecoupledConv2d`; None builds the plain twin of the
+            same structure.
+        angular: the function g of all decoupled layers.
+        norm: "batch" or None; by default what the network has in the paper.
+        activation: "relu", "prelu" or None; by default what the network has in the paper.
+        head: the classifier: "linear", or "normalized" for ⟨w, x⟩/‖w‖.
+        mean: of the input, a number or one for each channel; by default 127.5/255.
+        std: of the input, a number or one for each channel; by default 128/255.
+        penultimate_activation: for the CNN-9s, whether the layer before the classifier has an activation; by default
+            it has none.
+        penultimate_norm: for the CNN-9s, whether that layer has the network's norm; by default it has.
+        root_activation: for the residual networks, whether the first convolution has an activation; by default not in
+            resnet32, but in the ImageNet networks.
+        **layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the decoupled layers.
+
+    Returns:
+        The network, in training mode, with fresh weights.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.create_model("cnn9_narrow", magnitude="tanh", angular="cosine")
+        >>> model(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     if name not in _NETWORKS:
         raise ValueError(f"unknown model {name!r}.{nearest(name, _NETWORKS)} Known: {', '.join(_NETWORKS)}")

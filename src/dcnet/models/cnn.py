@@ -9,10 +9,10 @@ from dcnet.models.parts import Normalize, Parts
 
 
 class CNN(nn.Module):
-    """`depth` convolutions for each of the `widths`, pooling after each stage, fully connected layers of so many `features`, a classifier.
+    """`depth` convolutions for each of the `widths`, each stage pooled, linear layers of `features`, a classifier.
 
-    The last fully connected layer, whose output the classifier sees, has an activation only with `penultimate_activation`,
-    and the networks' norm only with `penultimate_norm`.
+    The last fully connected layer, whose output the classifier sees, has an activation only with
+    `penultimate_activation`, and the networks' norm only with `penultimate_norm`.
     """
 
     def __init__(
@@ -51,9 +51,11 @@ class CNN(nn.Module):
         self.head = parts.head(features[-1], num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
-        return self.head(self.features(x))
+        """Return the logits (N, classes) for images (N, C, H, W) in [0, 1]."""
+        logits: Tensor = self.head(self.features(x))
+        return logits
 
     def features(self, x: Tensor) -> Tensor:
-        """What the classifier sees (N, features[-1])."""
-        return self.penultimate(self.connected(self.stages(self.normalize(x)).flatten(1)))
+        """Return what the classifier sees (N, features[-1])."""
+        found: Tensor = self.penultimate(self.connected(self.stages(self.normalize(x)).flatten(1)))
+        return found

@@ -1,5 +1,6 @@
 """What the networks are made of: one place that decides between decoupled and plain layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,12 +15,21 @@ BATCH_NORM_EPS = 1e-3  # as in the authors' code
 
 
 class Normalize(nn.Module):
-    """(x − mean)/std for images in [0, 1], so that attacks and their ε live in pixel units."""
+    """Normalize images: (x − mean)/std.
+
+    It is part of the network, so that attacks and their ε are in units of pixels, which go from 0 to 1.
+
+    Args:
+        mean: a number, or one for each channel.
+        std: a number > 0, or one for each channel.
+    """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Any = 127.5 / 255, std: Any = 128 / 255) -> None:
+    def __init__(
+        self, mean: float | Sequence[float] | Tensor = 127.5 / 255, std: float | Sequence[float] | Tensor = 128 / 255
+    ) -> None:
         super().__init__()
         for name, value in (("mean", mean), ("std", std)):
             tensor = torch.as_tensor(value, dtype=torch.float32).reshape(-1, 1, 1)
@@ -28,7 +38,13 @@ class Normalize(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return (x − mean)/std."""
         return (x - self.mean) / self.std
+
+    def extra_repr(self) -> str:
+        """Show mean and std."""
+        mean, std = (", ".join(f"{value:.4g}" for value in t.flatten().tolist()) for t in (self.mean, self.std))
+        return f"(x - mean) / std, mean=({mean}), std=({std})"
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class Parts:
         return layer
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
-        """A fully connected layer before the classifier, decoupled like the convolutions."""
+        """Return a fully connected layer before the classifier, decoupled like the convolutions."""
         if self.magnitude is None:
             layer = nn.Linear(inputs, outputs, bias=False)
         else:
@@ -75,7 +91,7 @@ class Parts:
         return (nn.BatchNorm2d if dims == 2 else nn.BatchNorm1d)(channels, eps=BATCH_NORM_EPS)
 
     def block(self, inputs: int, outputs: int, kernel: int = 3, stride: int = 1, activation: bool = True) -> Block:
-        """Convolution, norm, activation."""
+        """Return a convolution with its norm and activation."""
         return Block(
             self.conv(inputs, outputs, kernel, stride),
             self.batch_norm(outputs),
@@ -83,7 +99,7 @@ class Parts:
         )
 
     def connected(self, inputs: int, outputs: int, activation: bool = True, norm: bool = True) -> Block:
-        """Fully connected layer, norm, activation."""
+        """Return a fully connected layer with its norm and activation."""
         return Block(
             self.linear(inputs, outputs),
             self.batch_norm(outputs, 1) if norm else None,
@@ -91,13 +107,13 @@ class Parts:
         )
 
     def shortcut(self, inputs: int, outputs: int, stride: int) -> nn.Module:
-        """An ordinary 1×1 convolution and norm where the shape changes."""
+        """Return an ordinary 1×1 convolution and norm where the shape changes."""
         conv = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
         nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
         return Block(conv, self.batch_norm(outputs), None)
 
     def head(self, features: int, classes: int, kind: str = "linear") -> nn.Linear:
-        """The classifier: ordinary, or weight-normalised (`"normalized"`)."""
+        """Return the classifier: ordinary, or weight-normalized (`"normalized"`)."""
         if kind not in ("linear", "normalized"):
             raise ValueError(f"unknown head {kind!r}; possible: 'linear', 'normalized'")
         if kind == "normalized":

@@ -28,7 +28,10 @@ class Stage(NamedTuple):
 
 
 class Unit(HandsOn):
-    """conv, norm, act, conv, norm, add, and act if `last`; a 1×1 convolution and norm on the shortcut where the shape changes."""
+    """conv, norm, act, conv, norm, add, and act if `last`.
+
+    A 1×1 convolution and norm are on the shortcut where the shape changes.
+    """
 
     def __init__(self, parts: Parts, inputs: int, outputs: int, stride: int, last: bool = True) -> None:
         super().__init__()
@@ -76,12 +79,16 @@ class ResNet(nn.Module):
         self.head = parts.head(channels, num_classes, head)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
-        return self.head(self.units(self.pool(self.root(self.normalize(x)))).mean((2, 3)))
+        """Return the logits (N, classes) for images (N, C, H, W) in [0, 1]."""
+        logits: Tensor = self.head(self.units(self.pool(self.root(self.normalize(x)))).mean((2, 3)))
+        return logits
 
 
 def gaussian_in_units_(model: ResNet) -> ResNet:
-    """The model with its convolutions and classifier drawn anew: Gaussian with deviation 0.01 inside units, Xavier's elsewhere."""
+    """Draw the model's convolutions and classifier anew, and return it.
+
+    Gaussian with deviation 0.01 inside units, Xavier's elsewhere.
+    """
     inside = {module for unit in model.modules() if isinstance(unit, Unit) for module in unit.modules()}
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):

@@ -42,7 +42,7 @@ class Shown:
         return {name: value for name, value in _fields(self.run.recipe).items() if value != usual[name]}
 
     def headline(self, eps: float | None) -> Headline | None:
-        """What stands for its robustness at that ε, in units of 1/255; None where it was not attacked with it."""
+        """Return the figure for its robustness at that ε, in units of 1/255; None where it was not attacked with it."""
         return headline(self.records, eps)
 
     @property
@@ -56,10 +56,10 @@ class Shown:
         return {eps: found for eps in self.sizes if (found := check_up_at(self.records, eps)) is not None}
 
     def doubted(self, record: Record, entry: dict[str, Any]) -> str | None:
-        """Why an accuracy in a record is not to be believed, after the check-up at its ε.
+        """Return why an accuracy in a record is not to be believed, after the check-up at its ε.
 
-        Not of images made on another network, which owe nothing to this one's gradients; and that there are stronger attacks is said of
-        the lowest figure of a record, as it is no news of the others.
+        Not of images made on another network, which owe nothing to this one's gradients; and that there are stronger
+        attacks is said of the lowest figure of a record, as it is no news of the others.
         """
         check_up = self.check_ups.get(eps_of(record) or -1.0)
         if record["transfer"] or check_up is None or "accuracy" not in entry:
@@ -69,7 +69,7 @@ class Shown:
 
 
 def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
-    """The runs in these folders, inspected where that is possible; raises where a folder is no run's."""
+    """Return the runs in these folders, inspected where that is possible; raise where a folder is no run's."""
     runs = [Run(folder) for folder in folders]
     repeated = {
         str(run.folder) for run in runs if [other.folder.resolve() for other in runs].count(run.folder.resolve()) > 1
@@ -84,7 +84,8 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
         if one.run.result is None:
             last = one.metrics[-1]["epoch"] if one.metrics else 0
             one.missing.append(
-                f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume {quote(str(one.run.folder))}"
+                f"This run is not finished (epoch {last:g}). Go on with: dcnet train --resume "
+                f"{quote(str(one.run.folder))}"
             )
         try:
             one.inspection = inspect_run(one.run, data_root)
@@ -96,7 +97,7 @@ def gather(folders: Sequence[str | Path], data_root: str | Path) -> list[Shown]:
 
 
 def differing_fields(shown: Sequence[Shown]) -> dict[str, list[Any]]:
-    """The recipe's fields that are not the same in all runs, with each run's value."""
+    """Return the recipe's fields that are not the same in all runs, with each run's value."""
     recipes = [_fields(one.run.recipe) for one in shown]
     return {
         name: [recipe[name] for recipe in recipes]
@@ -106,5 +107,5 @@ def differing_fields(shown: Sequence[Shown]) -> dict[str, list[Any]]:
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's fields; where it counts steps, its epochs mean nothing."""
+    """Return the recipe's fields; where it counts steps, its epochs mean nothing."""
     return asdict(recipe) | ({} if recipe.steps is None else {"epochs": None})

@@ -35,13 +35,14 @@ _OPEN = 3  # runs whose details are open from the start
 
 
 def write_report(folders: Sequence[str | Path], out: str | Path, data_root: str | Path = "data") -> Path:
-    """The file written: `out` itself where it ends in .html, else index.html in that folder."""
+    """Return the file written: `out` itself where it ends in .html, else index.html in that folder."""
     if not folders:
         raise ValueError("a report needs one or more run folders: dcnet report runs/NAME …")
     path = Path(out) if Path(out).suffix == ".html" else Path(out) / "index.html"
     if path.parent.is_file():
         raise ValueError(
-            f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file ending in .html"
+            f"the report cannot be written to {path}, as {path.parent} is a file; possible: a folder, or a file "
+            "ending in .html"
         )
     shown = gather(folders, data_root)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,10 @@ def write_report(folders: Sequence[str | Path], out: str | Path, data_root: str 
 
 
 def _page_of_tables(shown: Sequence[Shown], path: Path) -> str:
-    """Return the link to the page that `dcnet table --render` has written beside runs that are its cells; empty where there is none."""
+    """Return the link to the page that `dcnet table --render` has written beside runs that are its cells.
+
+    Empty where there is none.
+    """
     for one in shown:
         for folder in list(one.run.folder.resolve().parents)[:2]:
             if (folder / "tables.html").is_file():
@@ -59,7 +63,7 @@ def _page_of_tables(shown: Sequence[Shown], path: Path) -> str:
 
 
 def render(shown: Sequence[Shown], tables: str = "") -> str:
-    """The page as text. tables: a link to a page of the paper's tables."""
+    """Return the page as text. tables: a link to a page of the paper's tables."""
     from jinja2 import Environment, FileSystemLoader
 
     here = Path(__file__).parent
@@ -88,7 +92,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _value(value: Any) -> str:
-    """A recipe's value, as one writes it."""
+    """Return a recipe's value, as one writes it."""
     if value is None:
         return "none"
     if isinstance(value, tuple | list):
@@ -97,14 +101,14 @@ def _value(value: Any) -> str:
 
 
 def _breakable(text: str) -> Any:
-    """An attack's name, which may go on in the next line after a colon."""
+    """Return an attack's name, which may go on in the next line after a colon."""
     from markupsafe import Markup, escape
 
     return Markup(":<wbr>").join(escape(part) for part in text.split(":"))
 
 
 def _overview(shown: Sequence[Shown]) -> list[str]:
-    """The curves of all runs together."""
+    """Return the curves of all runs together."""
     runs = {one.title: one.metrics for one in shown if one.metrics}
     room = room_below(len(runs))
     return [
@@ -115,7 +119,7 @@ def _overview(shown: Sequence[Shown]) -> list[str]:
 
 
 def _robustness(shown: Sequence[Shown]) -> list[str]:
-    """Accuracy against ε and steps, and sizes of perturbations, of the runs that have them."""
+    """Return the pictures of robustness: accuracy against ε and steps, and sizes of perturbations."""
     records = {one.title: one.records for one in shown}
     checked = {name: records[name] for name in check_ups_of(records)[1]}
     panels = [
@@ -129,7 +133,7 @@ def _robustness(shown: Sequence[Shown]) -> list[str]:
 
 
 def _pictures(one: Shown) -> list[str]:
-    """Of one run: what it has learned besides kernels, angles and norms, and features where there are two."""
+    """Return the pictures of one run: what it has learned besides kernels, angles and norms, and 2-D features."""
     inspected = one.inspection
     learned = learned_parameters(one.metrics)
     pictures = [
@@ -152,7 +156,7 @@ def _pictures(one: Shown) -> list[str]:
 
 
 def _kernels(one: Shown) -> list[dict[str, str]]:
-    """The first layer's kernels, and the cosines between them, as images."""
+    """Return the first layer's kernels, and the cosines between them, as images."""
     if one.inspection is None:
         return []
     cosines = kernel_cosines(one.inspection)
@@ -171,7 +175,7 @@ def _kernels(one: Shown) -> list[dict[str, str]]:
 
 
 def _examples(one: Shown) -> list[list[dict[str, str]]]:
-    """Adversarial examples: for each its pictures with captions."""
+    """Return the adversarial examples: for each its pictures with captions."""
     if one.inspection is None:
         return []
     found = []

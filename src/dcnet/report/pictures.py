@@ -16,10 +16,10 @@ Draw = Callable[[Any], None]  # draws on an axis
 def svg(
     draw: Draw, label: str, width: float = 4.2, height: float = 3.2, margin: float = 0.18, below: float = 0.0
 ) -> str:
-    """One panel as SVG, in the page's own text colour so that it can be read on light and dark.
+    """Draw one panel as SVG, in the page's own text color so that it can be read on light and dark.
 
-    margin, below: room on the right, and more room below, in inches, for a legend. A panel each: the page puts as many side by side as
-    the screen has room for.
+    margin, below: room on the right, and more room below, in inches, for a legend. A panel each: the page puts as many
+    side by side as the screen has room for.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -54,7 +54,10 @@ def svg(
 
 
 def png(picture: np.ndarray, signed: bool = False) -> str:
-    """An image (H, W, C) in [0, 1] as a data address; of one channel in grey, or with `signed` dark below the middle and light above."""
+    """Return an image (H, W, C) in [0, 1] as a data address.
+
+    One channel is shown in gray, or with `signed` dark below the middle and light above.
+    """
     from matplotlib.image import imsave
 
     out = io.BytesIO()

@@ -2,7 +2,6 @@
 
 from dcnet.robustness.auto import auto
 from dcnet.robustness.checkup import check_up
-from dcnet.robustness.curves import accuracy_by_eps, accuracy_by_steps
 from dcnet.robustness.deepfool import deepfool
 from dcnet.robustness.evaluate import ATTACKS, Attack, evaluate, parse_attack
 from dcnet.robustness.gradient_attacks import EPS, bim, fgsm, pgd
@@ -14,8 +13,6 @@ __all__ = [
     "EPS",
     "LOSSES",
     "Attack",
-    "accuracy_by_eps",
-    "accuracy_by_steps",
     "auto",
     "bim",
     "check_up",

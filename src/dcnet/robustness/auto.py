@@ -16,7 +16,10 @@ def auto(
     batch: int = 500,
     seed: int = 0,
 ) -> Tensor:
-    """Adversarial images of the standard version: APGD with two losses, FAB and Square, each on the survivors of the last."""
+    """Return adversarial images made by the standard version of AutoAttack.
+
+    APGD with two losses, FAB and Square, each on the survivors of the one before.
+    """
     check(model, images, labels, eps, norm)
     names = {"linf": "Linf", "l2": "L2"}
     if norm not in names:
@@ -26,6 +29,7 @@ def auto(
     except ImportError as error:
         raise ImportError("AutoAttack is not installed: pip install 'dcnet[attacks]'") from error
     attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
+    found: Tensor
     with torch.enable_grad():
         found, _ = attack.run_standard_evaluation(images, labels, batch_size=batch)
     with torch.no_grad():

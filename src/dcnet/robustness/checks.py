@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def check_eps(eps: float, norm: str = "linf") -> float:
-    """ε as a number; raises unless it is finite and not negative, and in ℓ∞ at most 1, the whole range of a pixel."""
+    """Return ε as a number; raise unless it is finite, not negative, and in ℓ∞ at most 1, the range of a pixel."""
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0.0:
         raise ValueError(
             f"eps must be a finite number ≥ 0, in units where images go from 0 to 1 (8/255 = 0.0314), got {eps!r}"
@@ -19,26 +19,27 @@ def check_eps(eps: float, norm: str = "linf") -> float:
 
 
 def check_images(images: Tensor, labels: Tensor) -> None:
-    """Raises unless these are images in [0, 1] with a label each."""
+    """Raise unless these are images in [0, 1] with a label each."""
     if images.dim() < 2 or not images.is_floating_point():
         raise ValueError(
             f"images must be floating-point (N, …), got {tuple(images.shape)} of {images.dtype}; divide bytes by 255"
         )
     if labels.shape != images.shape[:1] or labels.is_floating_point():
         raise ValueError(
-            f"labels must be whole numbers, one for each of the {len(images)} images, got {tuple(labels.shape)} of {labels.dtype}"
+            f"labels must be whole numbers, one for each of the {len(images)} images, got {tuple(labels.shape)} "
+            f"of {labels.dtype}"
         )
     if len(images) == 0:
         raise ValueError("no images")
     low, high = float(images.min()), float(images.max())
     if not (low >= 0.0 and high <= 1.0):  # also false for NaN
         raise ValueError(
-            f"images must lie in [0, 1], got values from {low:.4g} to {high:.4g}; normalisation belongs into the model"
+            f"images must lie in [0, 1], got values from {low:.4g} to {high:.4g}; normalization belongs into the model"
         )
 
 
 def check_evaluating(model: nn.Module) -> None:
-    """Raises where a part of the model is in training mode: its statistics would mix the images of a batch, and move."""
+    """Raise where a part of the model is in training mode: statistics would mix the images, and move."""
     training = [name or "(the model itself)" for name, module in model.named_modules() if module.training]
     if training:
         more = f" and {len(training) - 1} more parts" if len(training) > 1 else ""
@@ -56,7 +57,8 @@ def check_finite(model: nn.Module, values: Tensor, where: str, what: str = "logi
         odd = values[first].detach().flatten()
         odd = odd[~odd.isfinite()][0]
         raise ValueError(
-            f"the model ({type(model).__name__}) gives {what} that are not finite for {int((~finite).sum())} of {len(finite)} images, "
+            f"the model ({type(model).__name__}) gives {what} that are not finite for {int((~finite).sum())} of "
+            f"{len(finite)} images, "
             f"{where}: {float(odd)} for the one at {first} of these. Such a model cannot be judged",
         )
     return values
@@ -64,7 +66,7 @@ def check_finite(model: nn.Module, values: Tensor, where: str, what: str = "logi
 
 @torch.no_grad()
 def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
-    """The number of classes; raises unless the model gives logits of as many classes as the labels need."""
+    """Return the number of classes; raise unless the model gives logits of as many classes as the labels need."""
     logits = model(images[: min(16, len(images))])
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -73,11 +75,13 @@ def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
     check_finite(model, logits, "on clean images")
     if classes < 2:
         raise ValueError(
-            f"the model ({type(model).__name__}) knows {classes} class; nothing can be mistaken for another, and attacks need two"
+            f"the model ({type(model).__name__}) knows {classes} class; nothing can be mistaken for another, and "
+            "attacks need two"
         )
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(
-            f"labels go from {int(labels.min())} to {int(labels.max())}, but the model knows the classes 0 to {classes - 1}"
+            f"labels go from {int(labels.min())} to {int(labels.max())}, but the model knows the classes 0 to "
+            f"{classes - 1}"
         )
     sums = logits.float().sum(1)
     if bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
@@ -88,7 +92,7 @@ def check_logits(model: nn.Module, images: Tensor, labels: Tensor) -> int:
 
 
 def check(model: nn.Module, images: Tensor, labels: Tensor, eps: float = 0.0, norm: str = "linf") -> int:
-    """All of it, for an attack; gives the number of classes."""
+    """Check everything that an attack needs; return the number of classes."""
     check_eps(eps, norm)
     check_images(images, labels)
     check_evaluating(model)

@@ -1,7 +1,7 @@
 """The check-up beside every robustness figure: can it be believed, or do the gradients mislead the attacks?
 
-After Athalye et al. (2018) and Carlini et al. (2019): an attack that fails says something about the model only if stronger attacks, and
-blind ones, fail too.
+After Athalye et al. (2018) and Carlini et al. (2019): an attack that fails says something about the model only if
+stronger attacks, and blind ones, fail too.
 """
 
 from typing import Any
@@ -33,12 +33,26 @@ def check_up(
     batch: int = 250,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """What was found, test by test, and a verdict in words; a few hundred images are enough."""
+    """Check whether an accuracy under attack can be believed, or whether gradients mislead the attacks.
+
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W), in [0, 1]; a few hundred are enough.
+        labels: the true classes (N,).
+        eps: the largest change of a pixel.
+        iterations: steps of PGD; the stronger attack takes five times as many.
+        queries: of the black-box attack, for each image.
+        batch: images at once.
+        seed: of random starts.
+
+    Returns:
+        A dict that JSON can hold: what each test found, whether it passed, and a verdict in words.
+    """
     check(model, images, labels, eps)
     generator = torch.Generator(images.device)
 
     def accuracy(attack: str, size: float = eps, **options: Any) -> float:
-        """In percent of the images, under that attack."""
+        """Return the accuracy in percent of the images, under that attack."""
         generator.manual_seed(seed)
         held = 0
         for i in range(0, len(labels), batch):
@@ -120,7 +134,7 @@ def check_up(
 
 
 def _gradient_lengths(model: nn.Module, images: Tensor, labels: Tensor, batch: int) -> Tensor:
-    """The ℓ2 norm of the cross-entropy's gradient in every image (N,)."""
+    """Return the ℓ2 norm of the cross-entropy's gradient in every image (N,)."""
     parts = [
         finite_slope(model, images[i : i + batch], labels[i : i + batch], cross_entropy)[0]
         for i in range(0, len(labels), batch)

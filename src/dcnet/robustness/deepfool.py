@@ -17,10 +17,20 @@ def deepfool(
     candidates: int = 10,
     overshoot: float = 0.02,
 ) -> tuple[Tensor, Tensor]:
-    """Adversarial images in [0, 1], and the size of every perturbation (N,) in that norm: 0 where the image was misclassified before,
-    infinite where no boundary was found.
+    """Find the nearest decision boundary of every image, step by step.
 
-    candidates: so many of the likeliest classes are looked at.
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W), in [0, 1].
+        labels: the true classes (N,).
+        norm: "l2" or "linf".
+        iterations: steps at most.
+        candidates: how many of the likeliest classes to look at.
+        overshoot: how far to go beyond the boundary, as a share.
+
+    Returns:
+        Adversarial images in [0, 1], and the size of every perturbation (N,) in that norm: 0 where the image was
+        misclassified before, infinite where no boundary was found.
     """
     check(model, images, labels)
     if norm not in ("l2", "linf"):
@@ -51,7 +61,8 @@ def deepfool(
         check_finite(model, slopes, "under deepfool", "gradients in the images")
         if number == 0 and len(images) > 1 and not bool(slopes.any()) and bool((logits == logits[:1]).all()):
             raise ValueError(
-                f"the model ({type(model).__name__}) gives the same logits for all {len(images)} images, and has no boundary DeepFool could look for",
+                f"the model ({type(model).__name__}) gives the same logits for all {len(images)} images, and has "
+                "no boundary DeepFool could look for",
             )
         step = _nearest(differences, slopes, norm)
         keep = ~done
@@ -65,7 +76,10 @@ def deepfool(
 
 
 def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """How far below the label's logit each other candidate's is (N, candidates − 1), and the slope of that (N, candidates − 1, …)."""
+    """Return, for the other candidates, how far each logit is below the label's, and the slope of that.
+
+    Shapes: (N, candidates − 1) and (N, candidates − 1, …).
+    """
     chosen = logits.gather(1, classes)
     gradients = []
     for k in range(classes.shape[1]):
@@ -80,7 +94,7 @@ def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Ten
 
 
 def _nearest(differences: Tensor, slopes: Tensor, norm: str) -> Tensor:
-    """The shortest step that, were the logits linear, reaches another class: (N, …)."""
+    """Return the shortest step that, were the logits linear, reaches another class: (N, …)."""
     flat = slopes.flatten(2)
     # in units of the largest slope, so that squares are numbers whatever the scale of the logits is
     largest = flat.abs().amax(2)

@@ -48,7 +48,7 @@ class Attack:
 
 
 def parse_attack(text: str) -> Attack:
-    """The attack that "pgd:steps=50:restarts=5" names; raises where there is no such attack or parameter."""
+    """Return the attack that "pgd:steps=50:restarts=5" names; raise where there is no such attack or parameter."""
     name, *settings = text.split(":")
     if name not in ATTACKS:
         raise ValueError(f"unknown attack {name!r}.{nearest(name, ATTACKS)} Known: {', '.join(ATTACKS)}")
@@ -67,14 +67,14 @@ def parse_attack(text: str) -> Attack:
 
 
 def shared_norm(attacks: Sequence[Attack]) -> str:
-    """The norm that ε is of: ℓ2 where no attack has it in ℓ∞."""
+    """Return the norm that ε is of: ℓ2 where no attack has it in ℓ∞."""
     return (
         "linf" if "linf" in {attack.norm for attack in attacks} or not any(attack.norm for attack in attacks) else "l2"
     )
 
 
 def _parsed(text: str, key: str, value: str, default: Any) -> Any:
-    """The value in the type of the parameter's default; 2/255 is a number."""
+    """Return the value in the type of the parameter's default; 2/255 is a number."""
     try:
         if isinstance(default, bool):
             return {"true": True, "false": False}[value.lower()]
@@ -97,7 +97,7 @@ def _parsed(text: str, key: str, value: str, default: Any) -> Any:
 def run_attack(
     model: nn.Module, images: Tensor, labels: Tensor, attack: Attack, eps: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Adversarial images, and the sizes of the perturbations where the attack is about those."""
+    """Return adversarial images, and the sizes of the perturbations where the attack is about those."""
     function = ATTACKS[attack.name]
     takes = inspect.signature(function).parameters
     given = {"eps": eps} if "eps" in takes else {}
@@ -120,13 +120,28 @@ def evaluate(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy of the model, clean and under every attack, in percent of all images.
+    """Measure the accuracy of a model, clean and under attacks, in percent of all images.
 
-    attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5". cumulative: each attack sees only what survived those before it, and
-    the accuracy is that under all of them so far; otherwise each sees every image that is classified right. source: another model the
-    adversarial images are made on (a transfer attack). predicted: attack what the model predicts instead of the true labels, as older work often
-    does, and unless cumulative all images: one that it gets wrong may then be driven to its true class, so accuracies come out higher. DeepFool
-    gives sizes of perturbations, of all images classified right, and takes no part in the accuracy.
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W), in [0, 1].
+        labels: the true classes (N,).
+        attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5".
+        eps: the largest change of a pixel (or the largest ℓ2 norm, for attacks with norm=l2).
+        batch: images at once.
+        cumulative: each attack sees only what survived those before it, and the accuracy is that under all of them so
+            far; otherwise each sees every image that is classified right.
+        source: another model the adversarial images are made on (a transfer attack).
+        predicted: attack what the model predicts instead of the true labels, as older work often does. Unless
+            `cumulative`, all images are attacked: one that it gets wrong may be driven to its true class, so
+            accuracies come out higher.
+        seed: of random starts.
+        progress: called with an attack's name, how many images it has done, and how many there are.
+
+    Returns:
+        A dict that JSON can hold: the set-up, the clean accuracy, an entry for each attack, and with `cumulative` the
+        worst accuracy. DeepFool gives sizes of perturbations, of all images classified right, and takes no part in the
+        accuracy.
     """
     chosen = [
         parse_attack(part) if isinstance(part, str) else part
@@ -181,7 +196,7 @@ def evaluate(
 
 
 def _parts(indices: Tensor, batch: int) -> Iterator[tuple[int, Tensor]]:
-    """The indices in batches, with how many there are so far."""
+    """Return the indices in batches, with how many there are so far."""
     for start in range(0, len(indices), batch):
         part = indices[start : start + batch]
         yield start + len(part), part
@@ -201,7 +216,7 @@ def _correct(model: nn.Module, images: Tensor, labels: Tensor, batch: int, where
 
 
 def _distribution(sizes: Tensor) -> dict[str, Any]:
-    """Sorted sizes of perturbations, the median, and how many were found."""
+    """Return the sorted sizes of perturbations, the median, and how many were found."""
     found = sizes[sizes.isfinite()].sort().values
     return {
         "median": float(found.median()) if len(found) else None,

@@ -1,4 +1,7 @@
-"""Attacks along the gradient: FGSM, BIM, PGD. They return adversarial images, within ε of the given ones and within [0, 1]."""
+"""Attacks along the gradient: FGSM, BIM, PGD.
+
+They return adversarial images, within ε of the given ones and within [0, 1].
+"""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,15 @@ EPS = 8 / 255
 
 
 def fgsm(model: nn.Module, images: Tensor, labels: Tensor, eps: float = EPS, target: Tensor | None = None) -> Tensor:
-    """One step of size ε along the sign of the gradient (Goodfellow et al., 2015)."""
+    """Take one step of size ε along the sign of the gradient (Goodfellow et al., 2015).
+
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W), in [0, 1].
+        labels: the true classes (N,).
+        eps: the largest change of a pixel.
+        target: classes to reach instead of leaving the labels' (N,).
+    """
     check(model, images, labels, eps)
     aimed, sign = aims(labels, target)
     gradient, _ = finite_slope(model, images, aimed, cross_entropy)
@@ -26,7 +37,17 @@ def bim(
     iterations: int = 20,
     target: Tensor | None = None,
 ) -> Tensor:
-    """FGSM in small steps, from the image itself, to the last one (Kurakin et al., 2017); the paper's has 20 of 2/255."""
+    """Take small FGSM steps, starting from the image itself (Kurakin et al., 2017).
+
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W), in [0, 1].
+        labels: the true classes (N,).
+        eps: the largest change of a pixel.
+        step: size of a step.
+        iterations: number of steps; the paper takes 20 of 2/255.
+        target: classes to reach instead of leaving the labels' (N,).
+    """
     check(model, images, labels, eps)
     _check_steps(step, iterations, 1)
     aimed, sign = aims(labels, target)
@@ -51,10 +72,24 @@ def pgd(
     target: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Projected gradient ascent from random starts (Madry et al., 2018). An image that is fooled is not changed any more.
+    """Ascend the loss by projected gradient steps from random starts (Madry et al., 2018).
 
-    norm: "linf" or "l2". step: 2.5·ε/iterations if not given. loss: "ce" or "margin". Of images that resist every restart, the one with the
-    highest loss is returned.
+    An image that is fooled is not changed any more. Of images that resist every restart, the one with the highest loss
+    is returned.
+
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W), in [0, 1].
+        labels: the true classes (N,).
+        eps: the largest change of a pixel.
+        step: size of a step; by default 2.5·ε/iterations.
+        iterations: number of steps.
+        norm: of ε, "linf" or "l2".
+        restarts: how often to start.
+        random_start: start at a random place within ε; otherwise at the image.
+        loss: "ce" (cross-entropy) or "margin".
+        target: classes to reach instead of leaving the labels' (N,).
+        generator: of the random starts.
     """
     check(model, images, labels, eps, norm)
     if norm not in ("linf", "l2"):
@@ -95,12 +130,13 @@ def _check_steps(step: float, iterations: int, restarts: int) -> None:
 
 
 def lengths(x: Tensor) -> Tensor:
-    """The ℓ2 norm of every image, shaped to multiply images."""
-    return x.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.dim() - 1))
+    """Return the ℓ2 norm of every image, shaped to multiply images."""
+    norms: Tensor = x.flatten(1).norm(dim=1)
+    return norms.reshape(-1, *[1] * (x.dim() - 1))
 
 
 def _direction(gradient: Tensor, norm: str) -> Tensor:
-    """The steepest direction of size 1; none where the gradient is zero."""
+    """Return the steepest direction of size 1; none where the gradient is zero."""
     if norm == "linf":
         return gradient.sign()
     length = lengths(gradient)
@@ -108,7 +144,7 @@ def _direction(gradient: Tensor, norm: str) -> Tensor:
 
 
 def within(found: Tensor, images: Tensor, eps: float, norm: str) -> Tensor:
-    """The point brought back into the ball around the image, and into [0, 1]."""
+    """Return the point brought back into the ball around the image, and into [0, 1]."""
     if norm == "linf":
         found = torch.maximum(torch.minimum(found, images + eps), images - eps)
     else:
@@ -120,7 +156,7 @@ def within(found: Tensor, images: Tensor, eps: float, norm: str) -> Tensor:
 
 
 def _random_start(images: Tensor, eps: float, norm: str, generator: torch.Generator | None) -> Tensor:
-    """A point drawn from the ball: uniformly, for ℓ2 too."""
+    """Return a point drawn from the ball: uniformly, for ℓ2 too."""
     if norm == "linf":
         noise = torch.rand(images.shape, generator=generator, device=images.device, dtype=images.dtype)
         return within(images + eps * (2.0 * noise - 1.0), images, eps, norm)

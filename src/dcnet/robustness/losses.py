@@ -18,7 +18,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """(N,): the largest other logit less the label's; above 0 the image is misclassified. It has a slope where the softmax is saturated."""
+    """Return the largest other logit minus the label's (N,); above 0 the image is misclassified.
+
+    It has a slope where the softmax is saturated.
+    """
     logits = logits.float()
     own = logits.gather(1, labels[:, None])
     others = logits.masked_fill(F.one_hot(labels, logits.shape[1]).bool(), float("-inf"))
@@ -29,14 +32,17 @@ LOSSES: dict[str, Loss] = {"ce": cross_entropy, "margin": margin}
 
 
 def loss_named(name: str) -> Loss:
-    """The loss of that name."""
+    """Return the loss of that name."""
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}.{nearest(name, LOSSES)} Possible: {', '.join(LOSSES)}")
     return LOSSES[name]
 
 
 def slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss in the images, and the logits (detached). A model that blocks gradients gives zeros."""
+    """Return the gradient of the loss in the images, and the logits (detached).
+
+    A model that blocks gradients gives zeros.
+    """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         logits = model(images)
@@ -56,7 +62,7 @@ def finite_slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -
 
 
 def aims(labels: Tensor, target: Tensor | None) -> tuple[Tensor, float]:
-    """The labels a loss is taken of, and the sign in which it is changed: away from the true ones, or towards a target."""
+    """Return the labels a loss is taken of, and the sign of its change: away from them, or towards a target."""
     if target is None:
         return labels, 1.0
     if target.shape != labels.shape or target.is_floating_point():

@@ -1,4 +1,7 @@
-"""What `attacks.json` of a run folder holds, a record for each call of `dcnet attack`: what is comparable, and what stands for the run."""
+"""What `attacks.json` of a run folder holds: a record for each call of `dcnet attack`.
+
+It says which records are comparable, and which one stands for the run.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +19,10 @@ def eps_of(record: Record) -> float | None:
 
 
 def conditions(record: Record) -> tuple[Any, ...]:
-    """What the figures of two records must share to be of one set-up, beside the attack: ε, images, labels, source, arithmetic, statistics."""
+    """Return what the figures of two records must share to be comparable, besides the attack.
+
+    ε, images, labels, source, arithmetic, statistics.
+    """
     source = record.get("from") if record["transfer"] else None
     return (
         eps_of(record),
@@ -30,7 +36,7 @@ def conditions(record: Record) -> tuple[Any, ...]:
 
 
 def in_words(record: Record) -> str:
-    """One line about a record: what was done, under what conditions, and what came out."""
+    """Describe a record in one line: what was done, under what conditions, and the outcome."""
     found = [
         f"{entry['attack']} {entry['accuracy']:.2f}%" if "accuracy" in entry else f"{entry['attack']}"
         for entry in record["attacks"]
@@ -39,11 +45,12 @@ def in_words(record: Record) -> str:
     source = f", made on {record.get('from') or 'another network'}" if record["transfer"] else ""
     extras = ", with E of the batch" if record.get("statistics") == "batch" else ""
     extras += (", in bf16" if record.get("bf16") else "") + (", with a check-up" if "check-up" in record else "")
-    return f"{eps}, {record.get('images', '?')} images, {record['labels']} labels{source}{extras}: {', '.join(found) or 'no attack'}"
+    setup = f"{eps}, {record.get('images', '?')} images, {record['labels']} labels{source}{extras}"
+    return f"{setup}: {', '.join(found) or 'no attack'}"
 
 
 def replaced(records: Sequence[Record], new: Record) -> list[Record]:
-    """The records with the new one in place of those of the same set-up: the same attack under the same conditions.
+    """Return the records with the new one in place of those of the same attack under the same conditions.
 
     Other attacks of an older record stay. A check-up stays too, with the new record, unless that has one of its own.
     """
@@ -62,7 +69,7 @@ def replaced(records: Sequence[Record], new: Record) -> list[Record]:
 
 
 def _own(records: Iterable[Record]) -> list[Record]:
-    """Those that say how robust a network is: attacks on itself, with true labels, that have left an accuracy."""
+    """Return the records of a network's own robustness: attacks on itself, with true labels, with an accuracy."""
     return [
         record
         for record in records
@@ -74,7 +81,10 @@ def _own(records: Iterable[Record]) -> list[Record]:
 
 
 def common_eps(runs: Iterable[Sequence[Record]]) -> float | None:
-    """The ε, in units of 1/255, that most of these runs were attacked with; of several the one with most images, then the last."""
+    """Return the ε, in units of 1/255, that most of these runs were attacked with.
+
+    Of several, the one with most images, then the last.
+    """
     counts: dict[float, tuple[int, int, int]] = {}
     for records in runs:
         own = _own(records)
@@ -90,13 +100,16 @@ def common_eps(runs: Iterable[Sequence[Record]]) -> float | None:
 
 
 def check_up_at(records: Iterable[Record], eps: float | None) -> dict[str, Any] | None:
-    """The last check-up at that ε, in units of 1/255."""
+    """Return the last check-up at that ε, in units of 1/255."""
     found = [record["check-up"] for record in records if "check-up" in record and eps_of(record["check-up"]) == eps]
     return found[-1] if found else None
 
 
 def check_ups_of(runs: Mapping[str, Sequence[Record]]) -> tuple[float | None, dict[str, dict[str, Any]]]:
-    """The ε, in units of 1/255, of which most runs have a check-up (of several that of the table, then the greatest), and those check-ups."""
+    """Return the ε, in units of 1/255, of which most runs have a check-up, and those check-ups.
+
+    Of several, that of the table, then the greatest.
+    """
     sizes = {
         name: {eps_of(record["check-up"]) for record in records if "check-up" in record}
         for name, records in runs.items()
@@ -111,7 +124,10 @@ def check_ups_of(runs: Mapping[str, Sequence[Record]]) -> tuple[float | None, di
 
 
 def doubt(accuracy: float, check_up: dict[str, Any] | None) -> str | None:
-    """Why an accuracy under attack, in percent, is not to be believed, after the check-up at its ε; None where nothing speaks against it."""
+    """Return why an accuracy under attack, in percent, is not to be believed, after the check-up at its ε.
+
+    None where nothing speaks against it.
+    """
     if check_up is None:
         return "no check-up was made at this ε"
     # that a stronger attack finds more speaks against figures of weaker ones, not against those that are as low
@@ -130,7 +146,10 @@ def doubt(accuracy: float, check_up: dict[str, Any] | None) -> str | None:
 
 @dataclass(frozen=True)
 class Headline:
-    """The figure that stands for a run: what the strongest attack of one set-up has left, and what the check-up at that ε says of it."""
+    """The figure that stands for a run, and what the check-up at that ε says of it.
+
+    It is what the strongest attack of one set-up has left.
+    """
 
     accuracy: float
     attack: str  # where several came one after the other, all of them
@@ -145,7 +164,10 @@ class Headline:
 
 
 def headline(records: Sequence[Record], eps: float | None) -> Headline | None:
-    """The lowest accuracy at that ε (in units of 1/255), of attacks on the run itself with true labels, on the most images; None without any."""
+    """Return the lowest accuracy at that ε (in units of 1/255); None without any.
+
+    Of attacks on the run itself with true labels, on the most images.
+    """
     own = [record for record in _own(records) if eps_of(record) == eps]
     if not own:
         return None
@@ -160,7 +182,10 @@ def headline(records: Sequence[Record], eps: float | None) -> Headline | None:
 
 
 def _named(record: Record) -> list[tuple[str, Record]]:
-    """The accuracies of a record, each with the attacks that it is left by: all so far, where each saw only the survivors of the last."""
+    """Return the accuracies of a record, each with the attacks that have left it.
+
+    That is all so far, where each attack saw only the survivors of the one before.
+    """
     found: list[tuple[str, Record]] = []
     names: list[str] = []
     for entry in record["attacks"]:

@@ -1,4 +1,7 @@
-"""The Square attack (Andriushchenko et al., 2020), for ℓ∞: random squares, kept where they raise the margin. It sees nothing but logits."""
+"""The Square attack (Andriushchenko et al., 2020), for ℓ∞: random squares, kept where they raise the margin.
+
+It sees nothing but logits.
+"""
 
 import math
 
@@ -23,7 +26,10 @@ def square(
     share: float = 0.8,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Adversarial images within ε in ℓ∞ and within [0, 1], with at most so many queries an image. share: of pixels changed at first."""
+    """Return adversarial images within ε in ℓ∞ and within [0, 1].
+
+    queries: at most this many for an image. share: of pixels changed at first.
+    """
     check(model, images, labels, eps)
     if images.dim() != 4:
         raise ValueError(f"the Square attack needs images (N, C, H, W), got {tuple(images.shape)}")

@@ -1,8 +1,8 @@
-"""The paper's tables: every cell as a recipe, a runner that fills them, a ledger of what was found, and pages made of it."""
+"""The paper's tables: each cell as a recipe, a runner that fills them, a ledger of what was found, and pages of it."""
 
 from dcnet.tables.ledger import Entry, Ledger
 from dcnet.tables.paper import TABLES, find_table
-from dcnet.tables.plan import Plan, Task, costs, plan
+from dcnet.tables.plan import Plan, Task, check_matches, costs, plan
 from dcnet.tables.render import markdown, page
 from dcnet.tables.runner import Runner, under_torchrun
 from dcnet.tables.table import SCHEDULES, Cell, Table
@@ -17,6 +17,7 @@ __all__ = [
     "Runner",
     "Table",
     "Task",
+    "check_matches",
     "costs",
     "find_table",
     "markdown",

@@ -1,4 +1,7 @@
-"""The paper's robustness tables: the same networks, attacked as they are (white box) and with images made on another network (black box)."""
+"""The paper's robustness tables: the same networks, under white-box and black-box attacks.
+
+Black box: images made on another network.
+"""
 
 from typing import Any
 
@@ -94,7 +97,10 @@ def _black_box() -> Table:
                 _BLACK_NUMBERS,
                 f", made on a {source.replace('Natural', 'naturally trained')} baseline of another seed",
             )
-    note = "ε = 8/255. The paper does not say how the baseline that images are made on was trained: its numbers stand beside both."
+    note = (
+        "ε = 8/255. The paper does not say how the baseline that images are made on was trained: "
+        "its numbers stand beside both."
+    )
     return Table(
         "black-box",
         "Black-box attacks, CNN-9 without BatchNorm on CIFAR-10",

@@ -1,4 +1,4 @@
-"""The ledger: one JSON line for every cell that was trained, to its end or to where its loss ceased to be finite."""
+"""The ledger: one JSON line for every cell that was trained, to its end or until its loss was not finite."""
 
 import json
 import os
@@ -42,12 +42,12 @@ class Entry:
     def number(self, measure: str, attack: str | None = None) -> float:
         """Return what a cell shows: of training by that measure, or the accuracy under that attack."""
         if attack is not None:
-            return self.record["attacks"][attack]
-        return 100.0 - self.record["error"] if measure == "accuracy" else self.record[measure]
+            return float(self.record["attacks"][attack])
+        return float(100.0 - self.record["error"] if measure == "accuracy" else self.record[measure])
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss ceased to be finite, or the network is no better than chance at the end."""
+        """Whether the loss was not finite, or the network is no better than chance at the end."""
         if self.setup is not None:
             return False
         return self.record["error"] is None or self.record["error"] > 100.0 - 200.0 / self.record["classes"]
@@ -55,7 +55,7 @@ class Entry:
     @property
     def gpu_seconds(self) -> float:
         """What the cell cost: its seconds, divided among the cells that ran beside it."""
-        return self.record["seconds"] / self.record.get("jobs", 1)
+        return float(self.record["seconds"] / self.record.get("jobs", 1))
 
 
 class Ledger:
@@ -126,7 +126,10 @@ class Ledger:
 
 
 def keep_record(run: Run, into: Path) -> None:
-    """Copy what a run says about itself, without checkpoint and logs, into a folder of the same name; of learned radii the last."""
+    """Copy what a run says about itself, without checkpoint and logs, into a folder of the same name.
+
+    Of learned radii, only the last.
+    """
     folder = into / run.folder.name
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("recipe.json", "result.json", "diverged.json", "attacks.json"):

@@ -72,7 +72,7 @@ _NO_BATCHNORM = Table(
 
 
 def _tricks(model: str, numbers: tuple[float, ...] | None) -> tuple[Cell, ...]:
-    """Weighted operators, and ways to train unweighted ones, TanhConv + cosine."""
+    """Return the table of weighted operators and of ways to train unweighted ones, TanhConv + cosine."""
     ways: dict[str, dict[str, Any]] = {
         "Linearly weighted": {"weighting": "linear", "projection": 0},
         "Nonlinearly weighted, joint": {"weighting": "joint", "projection": 0},
@@ -177,7 +177,8 @@ def _imagenet() -> Table:
         "TanhConv": (12.47, 11.10, 12.79),
     }
     note = (
-        "The paper's decoupled networks of the standard ResNet-18 start from the trained baseline: give its run folder with "
+        "The paper's decoupled networks of the standard ResNet-18 start from the trained baseline: give its run "
+        "folder with "
         "--set pretrained=FOLDER. The images are read from --data imagefolder:PATH."
     )
     return Table(
@@ -191,7 +192,7 @@ def _imagenet() -> Table:
 
 
 def _cause() -> Table:
-    """Not in the paper: what of a gain is the operator's, and what the normalized kernel's."""
+    """Return the table that separates the gain of the operator from that of the normalized kernel; not in the paper."""
     projected = {"projection": 100, "plain_kernels": "projected"}
     rows = {
         "Baseline": PLAIN,

@@ -1,5 +1,6 @@
 """What is to be done for a table: networks to train, then attacks on them, and what each will cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def plan(
 ) -> Plan:
     """Return which cells are done and which are to be trained or attacked, seed by seed.
 
-    matches: only cells with one of these in their name, in the order of the matches. settings: recipe fields of all cells.
+    matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises where one
+    finds nothing. settings: recipe fields of all cells.
     """
     found = Plan(table)
     folders: dict[Recipe, Path] = {}
@@ -108,14 +110,22 @@ def plan(
 
 
 def _matching(table: Table, matches: list[str] | None) -> list[Cell]:
+    """Return the cells with one of the matches in their names, in the order of the matches."""
     cells: dict[str, Cell] = {}
     for match in matches or [""]:
-        matching = {cell.title: cell for cell in table.cells if match.lower() in cell.title.lower()}
-        if not matching:
-            there = "; ".join(cell.title for cell in table.cells)
-            raise ValueError(f"no cell of the table {table.name} has {match!r} in its name; there are {there}")
-        cells = cells | matching
+        cells |= {cell.title: cell for cell in table.cells if match.lower() in cell.title.lower()}
     return list(cells.values())
+
+
+def check_matches(tables: Sequence[Table], matches: list[str] | None) -> None:
+    """Raise where a match finds no cell in any of the tables."""
+    for match in matches or []:
+        if not any(_matching(table, [match]) for table in tables):
+            which = (
+                f"the table {tables[0].name}" if len(tables) == 1 else f"the tables {', '.join(t.name for t in tables)}"
+            )
+            there = "; ".join(dict.fromkeys(cell.title for table in tables for cell in table.cells))
+            raise ValueError(f"no cell of {which} has {match!r} in its name; there are {there}")
 
 
 def _slug(title: str) -> str:
@@ -125,7 +135,10 @@ def _slug(title: str) -> str:
 
 
 def costs(plans: list[Plan], ledger: Ledger) -> dict[str, float | None]:
-    """Return by title what each missing task will cost in seconds of a device, judged by finished ones of the same network; None if unknown."""
+    """Return by title what each missing task will cost in seconds of a device; None if unknown.
+
+    Judged by finished tasks of the same network.
+    """
     found: dict[str, float | None] = {}
     for task in (task for one in plans for task in one.missing):
         paces = sorted(_pace(entry) for entry in ledger.entries if _alike(entry, task) and not entry.diverged)

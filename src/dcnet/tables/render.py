@@ -21,7 +21,7 @@ class Shown:
 
     @property
     def ours(self) -> str:
-        """In words: mean ± deviation and the number of seeds, N/C where none converged, nothing where none was trained."""
+        """In words: mean ± deviation and the number of seeds; N/C where none converged; empty where none ran."""
         if not self.numbers:
             return NOT_CONVERGED if self.diverged else ""
         text = f"{mean(self.numbers):.2f}"
@@ -92,7 +92,10 @@ def _about(table: Table, setting: Setting) -> str:
 
 
 def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
-    """Return the table under every schedule, data set and precision it was measured with. settings: other fields of all cells."""
+    """Return the table under every schedule, data set and precision it was measured with.
+
+    settings: other fields of all cells.
+    """
     lines = []
     for setting, shown in settings_of(table, ledger, settings).items():
         compared = any(one.cell.paper is not None for one in shown.values())
@@ -116,18 +119,21 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
 
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #1a1a1a; background: #fff; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+body { color: #1a1a1a; background: #fff; }
 table { border-collapse: collapse; margin: 1rem 0 2rem; font-variant-numeric: tabular-nums; }
 th, td { border: 1px solid #ccc; padding: .35rem .6rem; text-align: right; }
 th:first-child { text-align: left; }
 td small { display: block; color: #444; }
 .scroll { overflow-x: auto; }
-@media (prefers-color-scheme: dark) { body { color: #eee; background: #16181b; } th, td { border-color: #444; } td small { color: #bbb; } }
+@media (prefers-color-scheme: dark) {
+  body { color: #eee; background: #16181b; } th, td { border-color: #444; } td small { color: #bbb; }
+}
 """
 
 
 def _color(difference: float | None, higher_is_better: bool) -> str:
-    """Return the background of a cell: blue where ours is better than the paper's, orange where it is worse, full at three points."""
+    """Return the background of a cell: blue where ours beats the paper's, orange where not, full at three points."""
     if difference is None:
         return ""
     strength = min(1.0, abs(difference) / 3.0) * 0.55
@@ -145,16 +151,21 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
             for row in table.rows:
                 cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
                 body.append(
-                    f"<tr><th>{html.escape(row)}</th>{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>"
+                    f"<tr><th>{html.escape(row)}</th>"
+                    f"{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>"
                 )
             parts.append(
                 f"<h2>{html.escape(table.title)}</h2>\n<p>{html.escape(_about(table, setting))}</p>\n"
                 f'<div class="scroll"><table><tr><th></th>{head}</tr>\n' + "\n".join(body) + "</table></div>"
             )
-    legend = "<p>Blue: ours is better than the paper's; orange: worse; full color at three points. A question mark: not measured yet.</p>"
+    legend = (
+        "<p>Blue: ours is better than the paper's; orange: worse; full color at three points. "
+        "A question mark: not measured yet.</p>"
+    )
     title = "The paper's tables, measured"
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style>\n<h1>{title}</h1>\n{legend}\n"
         + "\n".join(parts)
         + "\n</html>\n"

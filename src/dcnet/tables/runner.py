@@ -1,4 +1,7 @@
-"""Fills tables: trains and attacks what is missing, several at once, for as long as there is time, and goes on the next time."""
+"""Fill tables: train and attack what is missing, several at once, within a budget of time.
+
+What does not end in time goes on at the next call.
+"""
 
 import contextlib
 import json
@@ -71,7 +74,8 @@ class Runner:
                 if waiting and not running and not ready:
                     failed += [task.title for task in waiting]
                     self.say(
-                        f"not done, as a network they need failed or diverged: {'; '.join(task.title for task in waiting)}"
+                        "not done, as a network they need failed or diverged: "
+                        f"{'; '.join(task.title for task in waiting)}"
                     )
                     break
                 time.sleep(0.1)
@@ -80,7 +84,10 @@ class Runner:
         return failed
 
     def _expected(self, jobs: int, running: int) -> float:
-        """Return what one more cell beside those that run would take, at most; cells alone on a device are quicker than among others."""
+        """Return the most that one more cell beside those that run would take.
+
+        Cells alone on a device are quicker than among others.
+        """
         if not self.seconds:
             return 0.0
         alone = 1.5 * sum(self.seconds) / len(self.seconds) / jobs

@@ -18,7 +18,10 @@ MEASURES = {"error": "test error", "top5_error": "top-5 test error", "accuracy":
 
 @dataclass(frozen=True)
 class Setup:
-    """How trained networks are attacked: by these attacks, each on all images, made on the network itself or on the recipe `source`."""
+    """How trained networks are attacked: by these attacks, each on all images.
+
+    Images are made on the network itself, or on that of the recipe `source`.
+    """
 
     name: str
     attacks: str
@@ -67,7 +70,7 @@ class Table:
         return list(dict.fromkeys(column for columns in sorted(of_rows, key=len, reverse=True) for column in columns))
 
     def source(self, setup: Setup, recipe: Recipe) -> Recipe | None:
-        """Return the recipe of the network that adversarial images for a recipe's network are made on: of another seed."""
+        """Return the recipe of the network that adversarial images are made on: of another seed."""
         return None if setup.source is None else change(recipe, **dict(setup.source), seed=recipe.seed + 1)
 
     def recipe(self, cell: Cell, schedule: str = "paper", seed: int = 0, **settings: Any) -> Recipe:
@@ -93,7 +96,10 @@ class Row:
 def grid(
     rows: Iterable[Row], columns: Iterable[Row], numbers: dict[str, tuple[Number, ...]], leave: str = "-"
 ) -> tuple[Cell, ...]:
-    """Return the cells of all rows and columns with the paper's numbers by row; where that is `leave`, there is no cell."""
+    """Return the cells of all rows and columns with the paper's numbers by row.
+
+    There is no cell where the number is `leave`.
+    """
     columns = list(columns)
     return tuple(
         Cell(row.name, column.name, row.fields | column.fields, paper)

@@ -1,4 +1,7 @@
-"""A process that does one task: python -m dcnet.tables.worker FOLDER WHAT, where WHAT is JSON with `options` and `attack`."""
+"""A process that does one task: python -m dcnet.tables.worker FOLDER WHAT.
+
+WHAT is JSON with `options` and `attack`.
+"""
 
 import json
 import sys

@@ -15,7 +15,10 @@ _NEAR = 1e-3  # deviation of the noise TRADES starts from: at the image itself i
 
 
 def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe) -> Tensor:
-    """Images within the recipe's ε, made on the model as it is evaluated: its statistics neither move nor mix the images of a batch."""
+    """Return adversarial images within the recipe's ε, made on the model in evaluation mode.
+
+    So its statistics neither move nor mix the images of a batch.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -39,7 +42,7 @@ def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe:
 
 
 def seen_in_training(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe) -> Tensor:
-    """What the network sees of these images in a training step: themselves, adversarial ones in their place, or both."""
+    """Return what the network sees in a training step: the images, adversarial ones in their place, or both."""
     if recipe.adversarial == "none":
         return images
     changed = adversarial_images(model, images, labels, recipe)
@@ -53,7 +56,10 @@ def _sees_both(recipe: Recipe) -> bool:
 def _climb(
     model: nn.Module, start: Tensor, images: Tensor, labels: Tensor, loss: Loss, eps: float, step: float, steps: int
 ) -> Tensor:
-    """Steps along the sign of the gradient. Without looking at what they achieve, so that a GPU need not be waited for."""
+    """Take steps along the sign of the gradient.
+
+    They do not look at what they achieve, so that nothing waits for a GPU.
+    """
     found = start
     for _ in range(steps):
         gradient, _ = slope(model, found, labels, loss)
@@ -62,7 +68,7 @@ def _climb(
 
 
 def _divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """KL(clean‖·) of the predicted distributions, for each image (N,)."""
+    """Return KL(clean‖·) of the predicted distributions, for each image (N,)."""
     expected = clean.detach().float().log_softmax(1)
     return lambda logits, labels: F.kl_div(
         logits.float().log_softmax(1), expected, reduction="none", log_target=True
@@ -72,7 +78,10 @@ def _divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 def adversarial_loss(
     net: Callable[[Tensor], Tensor], images: Tensor, changed: Tensor, labels: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """The loss, summed over the images, and the logits that training accuracy is counted by: of the images themselves, where they are seen."""
+    """Return the loss, summed over the images, and the logits that training accuracy is counted by.
+
+    Those are of the images themselves, where they are seen.
+    """
 
     share = recipe.adversarial_share
     if not _sees_both(recipe):

@@ -11,18 +11,18 @@ from dcnet.data import Resident
 from dcnet.layers import decoupled_layers
 from dcnet.robustness import EPS, check_up, evaluate
 from dcnet.training.ranks import joined
+from dcnet.training.recipe_data import open_data
 from dcnet.training.run import Run
 from dcnet.training.settings import tf32
-from dcnet.training.trainer import open_data
 from dcnet.util.provenance import provenance
 
 STATISTICS = ("running", "batch")
 
 
 class _OfTheBatch(nn.Module):
-    """A network whose decoupled layers take E{‖x‖} of the batch at hand, as in training.
+    """A network whose decoupled layers take E{‖x‖} from the batch, as in training.
 
-    Not among its submodules, so that the check that refuses networks in training mode does not see it.
+    The network is not among its submodules, so that the check that refuses networks in training mode does not see it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,8 @@ class _OfTheBatch(nn.Module):
         self.inside = [model]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inside[0](x)
+        logits: Tensor = self.inside[0](x)
+        return logits
 
 
 def attack_run(
@@ -47,6 +48,7 @@ def attack_run(
     predicted: bool = False,
     statistics: str = "running",
     check_images: int = 0,
+    check_queries: int = 500,
     bf16: bool = False,
     batch: int = 500,
     seed: int = 0,
@@ -55,10 +57,31 @@ def attack_run(
     device: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Attack a run's network on its test images; return what `dcnet.robustness.evaluate` finds, with a check-up of so many images, and where.
+    """Attack a run's network on its test images.
 
-    source: another run, on whose network the adversarial images are made. limit: only so many images. statistics: "running" averages, as the
-    network is used, or "batch", E{‖x‖} of the batch as in training, which couples images and weakens attacks.
+    Args:
+        run: the run to attack.
+        attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5".
+        eps: the largest change of a pixel, images going from 0 to 1.
+        source: another run, on whose network the adversarial images are made.
+        limit: attack only the first images, this many.
+        cumulative: each attack sees only what survived those before it.
+        predicted: attack what the network predicts, not the true labels.
+        statistics: "running" averages, as the network is used, or "batch", E{‖x‖} of the batch as in training, which
+            couples images and weakens attacks.
+        check_images: make the check-up for misleading gradients on this many images; 0 for none.
+        check_queries: queries of the check-up's black-box attack.
+        bf16: compute in bfloat16, which is faster and weakens attacks.
+        batch: images at once.
+        seed: of random starts.
+        data_root: the folder of the data sets' official files.
+        download: fetch missing files of the data set from its own site.
+        device: "cpu" or "cuda"; by default the GPU if there is one.
+        progress: called with an attack's name, how many images it has done, and how many there are.
+
+    Returns:
+        What `dcnet.robustness.evaluate` finds, with the check-up if there is one, and how and where it was computed:
+        a record that `Run.add_attack` keeps.
     """
     if statistics not in STATISTICS:
         raise ValueError(f"unknown statistics {statistics!r}; possible: {', '.join(STATISTICS)}")
@@ -66,7 +89,8 @@ def attack_run(
         data = open_data(run.recipe, ranks, data_root, download)
         if not isinstance(data, Resident):
             raise ValueError(
-                f"{run.recipe.data} is too large to be attacked as a whole; use dcnet.robustness.evaluate on images of it"
+                f"{run.recipe.data} is too large to be attacked as a whole; "
+                "use dcnet.robustness.evaluate on images of it"
             )
         model = run.model.to(ranks.device)
         other = None if source is None else source.model.to(ranks.device)
@@ -81,6 +105,7 @@ def attack_run(
         target = _OfTheBatch(model).eval() if statistics == "batch" else model
         result = evaluate(target, images, labels, attacks, eps, source=other, **options)
         if check_images:
-            result["check-up"] = check_up(model, images[:check_images], labels[:check_images], eps, seed=seed)
+            some, their = images[:check_images], labels[:check_images]
+            result["check-up"] = check_up(model, some, their, eps, queries=check_queries, seed=seed)
     found = {"from": None if source is None else str(source.folder), "bf16": bf16, **provenance(ranks.device)}
     return result | found | ({"statistics": statistics} if statistics != "running" else {})

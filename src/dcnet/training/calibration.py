@@ -1,7 +1,7 @@
-"""The running averages an evaluation uses: estimated anew, because those of training lag behind weights that move quickly.
+"""The running averages of an evaluation: estimated anew, because those of training lag behind the weights.
 
-In the first epochs the lag is large, and it grows from layer to layer: a network that is right on 83 % of the training images can be at
-chance on the test images for no other reason.
+In the first epochs the lag is large, and it grows from layer to layer: a network that is right on 83 % of the training
+images can be at chance on the test images for no other reason.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,12 @@ from dcnet.training.state import TrainingState
 
 @contextmanager
 def calibrated(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[None]:
-    """Give the network that is evaluated averages that fit its weights, and afterwards those of training back; call it on all ranks.
+    """Give the evaluated network averages that fit its weights, and afterwards those of training back.
 
-    The new averages go into the state's next checkpoint beside the old ones, for those who load the network. Weights, optimizer and random
-    numbers are left alone.
+    Call it on all ranks.
+
+    The new averages go into the state's next checkpoint beside the old ones, for those who load the network. Weights,
+    optimizer and random numbers are left alone.
     """
     model = state.evaluated
     before = statistics_of(model)
@@ -42,7 +44,10 @@ def calibrated(state: TrainingState, data: "Resident | ImageFolder", per_epoch: 
 
 
 def _batches(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[Tensor]:
-    """What this rank's network sees in the last training steps of the epoch: parts of batches, adversarial where the recipe says so."""
+    """Yield what this rank's network sees in the last training steps of the epoch.
+
+    Parts of batches, adversarial where the recipe says so.
+    """
     recipe, ranks = state.recipe, state.ranks
     first = max(0, per_epoch - recipe.recalibrate)
     for images, labels in data.train_batches(

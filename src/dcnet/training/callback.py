@@ -1,4 +1,4 @@
-"""What is told about a run while it trains: the interface of progress bars, TensorBoard, and loggers of one's own."""
+"""Callbacks: the interface of progress bars, TensorBoard, and your own loggers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,25 +10,36 @@ Numbers = Callable[[], tuple[float, float]]  # loss and accuracy in percent of t
 
 
 class Callback:
-    """Told about a run while it trains; each method does nothing until it is overridden. `docs/callbacks.md` has examples.
+    """Told about a run while it trains; override the methods you need.
+
+    `docs/callbacks.md` has examples.
 
     Where several processes train together, only the first one calls. What a method raises ends the training.
     """
 
     def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
-        """Called once before the first step. steps: of the whole run; done: those of them done before, in a run that goes on."""
+        """Run once before the first step.
+
+        steps: of the whole run. done: those of them done before, in a run that goes on.
+        """
 
     def step(self, step: int, seconds: float, numbers: Numbers) -> None:
-        """Called after every step, counted from 1. numbers(): loss and accuracy of the epoch so far; asking makes a GPU wait."""
+        """Run after every step, counted from 1.
+
+        numbers(): loss and accuracy of the epoch so far; asking makes a GPU wait.
+        """
 
     def epoch(self, entry: dict[str, Any]) -> None:
-        """Called after every epoch with what `metrics.jsonl` gets: epoch, step, lr, train_loss, train_accuracy, test_loss, …"""
+        """Run after every epoch with the new entry of `metrics.jsonl`.
+
+        It has epoch, step, lr, train_loss, train_accuracy, test_loss, test_accuracy, …
+        """
 
     def end(self, run: Run) -> None:
-        """Called once the run is finished, and has its result."""
+        """Run once the run is finished and has its result."""
 
     def close(self) -> None:
-        """Called last, also after an interruption or an error, if `begin` was called."""
+        """Run last, also after an interruption or an error, if `begin` was called."""
 
 
 class Callbacks(Callback):

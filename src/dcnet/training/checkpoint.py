@@ -1,4 +1,7 @@
-"""Checkpoints: tensors and a JSON state in one safetensors file, which executes nothing on loading, and is never half written."""
+"""Checkpoints: tensors and a JSON state in one safetensors file.
+
+Loading one executes nothing, and none is ever half written.
+"""
 
 import json
 import tempfile
@@ -17,19 +20,19 @@ FORMAT = "dcnet checkpoint 1"
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Writes both."""
+    """Write both."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomically(path, save(whole, {"format": FORMAT, "state": json.dumps(state)}))
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, on the CPU, and the state."""
+    """Return the tensors, on the CPU, and the state."""
     with _opened(path) as (file, state):
         return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The state alone, which the file has at its head."""
+    """Return the state alone, which the file has at its head."""
     with _opened(path) as (_, state):
         return state
 
@@ -50,7 +53,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 @contextmanager
 def _named_in_utf8(path: Path) -> Iterator[Path]:
-    """The same file; safetensors opens none whose name has other bytes."""
+    """Yield a name of the same file in UTF-8; safetensors opens no other."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -66,5 +69,5 @@ def with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names start with the prefix, without it."""
+    """Return the tensors whose names start with the prefix, under names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

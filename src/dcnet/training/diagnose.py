@@ -16,7 +16,10 @@ class NonFiniteLoss(ArithmeticError):
 
 @torch.no_grad()
 def first_non_finite(model: nn.Module, images: Tensor) -> str:
-    """In words, what was first not finite: a parameter, the images, or the output of a layer. The model is left as it is."""
+    """Describe what was first not finite: a parameter, the images, or the output of a layer.
+
+    The model is left as it is.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return f"the parameter {name!r} is not finite"

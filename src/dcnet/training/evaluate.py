@@ -13,7 +13,11 @@ from dcnet.training.ranks import Ranks
 
 @dataclass(frozen=True)
 class Evaluation:
-    """On the test images: mean cross-entropy; by class, how many there are and how many were right; how many among the first five."""
+    """An evaluation on the test images.
+
+    Mean cross-entropy; by class, how many images there are and how many were right; how many labels were in the top
+    five.
+    """
 
     loss: float
     counts: Tensor
@@ -39,7 +43,7 @@ def evaluate(
     autocast: Any,
     order: torch.memory_format = torch.contiguous_format,
 ) -> Evaluation:
-    """The model on the test images, in evaluation mode; its mode is restored."""
+    """Evaluate the model on the test images, in evaluation mode; its mode is restored afterwards."""
     batch = 1000 if ranks.device.type == "cuda" else 200  # a CPU's cache is small
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -23,7 +23,10 @@ _OF_THE_RUN = (*_WRITTEN, "diverged.json", "attacks.json", "inspection.json")
 
 
 class Place:
-    """Where a run is trained. `recipe`: its own, which another length may have (`extend`); `overwrite`: whatever run is there."""
+    """Where a run is trained.
+
+    recipe: its own, of another length with `extend`. overwrite: start again, whatever run is there.
+    """
 
     def __init__(
         self, recipe: Recipe, folder: str | Path | None, held: ExitStack, overwrite: bool = False, extend: bool = False
@@ -33,7 +36,10 @@ class Place:
         self.locked = False
 
     def find(self) -> tuple[Path, bool]:
-        """Return the folder, and whether its run is finished. A run that is there and is to go on is locked now, a new one by `enter`."""
+        """Return the folder, and whether its run is finished.
+
+        A run that goes on is locked now, a new one by `enter`.
+        """
         folder = self._folder()
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file; a run needs a folder")
@@ -83,7 +89,10 @@ class Place:
         )
 
     def _suffixed(self) -> Path:
-        """A name of the recipe's own, the same every time; fields at their defaults have no part in it, so that new ones change nothing."""
+        """Return a name of the recipe's own, the same every time.
+
+        Fields at their defaults have no part in it, so that new fields change nothing.
+        """
         usual = asdict(Recipe())
         own = {name: value for name, value in asdict(self.recipe).items() if value != usual[name]}
         digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
@@ -107,12 +116,16 @@ class Place:
             flag = (
                 f"--steps {self.recipe.steps}" if self.recipe.steps is not None else f"--epochs {self.recipe.epochs:g}"
             )
-            hint += f"; or go on with it to another length: dcnet train --resume {quote(str(folder))} {flag} (in Python extend=True)"
+            command = f"dcnet train --resume {quote(str(folder))} {flag}"
+            hint += f"; or go on with it to another length: {command} (in Python extend=True)"
         raise ValueError(f"{folder} holds another recipe's run: {differences}. {hint}")
 
 
 def open_run(folder: Path, recipe: Recipe) -> Run:
-    """Return the run in the folder, made if there is none, for another process to train; raise if another recipe's run is there."""
+    """Return the run in the folder, made if there is none, for another process to train.
+
+    Raise if another recipe's run is there.
+    """
     with ExitStack() as held:
         place = Place(recipe, folder, held)
         place.check_recipe(folder)
@@ -129,8 +142,8 @@ def total_steps(recipe: Recipe, per_epoch: int) -> int:
 def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
     """Raise where the run's checkpoint cannot go on to the recipe's length.
 
-    It can where the learning rates of the steps it has done are those of the recipe: then the run becomes what it would have been
-    with that length from the start.
+    It can where the learning rates of the steps it has done are those of the recipe: then the run becomes what it would
+    have been with that length from the start.
     """
     if not run.checkpoint.is_file():
         return
@@ -152,9 +165,12 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
     if changed is not None:
         rates = [recipe.lr * schedule.factor(changed) for schedule in (earlier, later)]
         raise ValueError(
-            f"{run.folder} cannot go on to {new} steps: with schedule={recipe.schedule!r} the learning rates depend on the length of the run, "
-            f"and at step {changed + 1} it was {rates[0]:.3g} where a run of {new} steps has {rates[1]:.3g}. Possible: a run of its own, "
-            f"from the start, or from these weights: --pretrained {quote(str(run.folder))}. Constant and plateau schedules can be extended"
+            f"{run.folder} cannot go on to {new} steps: with schedule={recipe.schedule!r} the learning rates "
+            "depend on the length of the run, "
+            f"and at step {changed + 1} it was {rates[0]:.3g} where a run of {new} steps has {rates[1]:.3g}. "
+            "Possible: a run of its own, "
+            f"from the start, or from these weights: --pretrained {quote(str(run.folder))}. Constant and plateau "
+            "schedules can be extended"
         )
 
 
@@ -164,7 +180,7 @@ def same_but_length(a: Recipe, b: Recipe) -> bool:
 
 
 def _holds(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder has this recipe; one that cannot be read is another."""
+    """Return whether the folder has this recipe; one that cannot be read is another."""
     try:
         return Run(folder).recipe == recipe
     except (ValueError, OSError):
@@ -180,7 +196,10 @@ def _clear(folder: Path) -> None:
 
 
 def _set_aside_results(folder: Path) -> None:
-    """The result of a run that goes on is no result any more; what attacks found was of its weights so far, and is kept under another name."""
+    """Remove the result of a run that goes on, and rename its attacks.
+
+    The attacks were on its weights so far, and are kept under another name.
+    """
     run_result, attacks = folder / "result.json", folder / "attacks.json"
     if attacks.is_file():
         step = (

@@ -12,7 +12,7 @@ BEFORE_CAPTURE = 11  # steps: PyTorch chooses algorithms in the first ones, and 
 
 
 def check_graphs(recipe: Recipe, ranks: Ranks) -> None:
-    """Raises where a step cannot be recorded, with every reason."""
+    """Raise where a step cannot be recorded, with every reason."""
     reasons = [
         reason
         for applies, reason in (
@@ -34,7 +34,7 @@ def check_graphs(recipe: Recipe, ranks: Ranks) -> None:
 
 
 class Repeated:
-    """What a function of images and labels does on the device, repeated for other images and labels of the same shape."""
+    """A function of images and labels as a CUDA graph, repeated for other images and labels of the same shape."""
 
     def __init__(self, update: Callable[[Tensor, Tensor], None], images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images.clone(), labels.clone()

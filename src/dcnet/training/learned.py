@@ -1,4 +1,4 @@
-"""What a decoupled network has learned besides its kernels, in a few numbers a layer: radii, and parameters such as k."""
+"""What a decoupled network has learned besides its kernels, in a few numbers a layer: radii, and k."""
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,17 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def quantiles_of(values: Tensor) -> list[float]:
-    """QUANTILES of the values, with as many digits as a figure needs."""
+    """Return the QUANTILES of the values, with as many digits as a figure needs."""
     found = values.detach().float().flatten().quantile(torch.tensor(QUANTILES, device=values.device))
     return [float(f"{value:.5g}") for value in found.tolist()]
 
 
 @torch.no_grad()
 def learned_quantiles(model: nn.Module) -> dict[str, dict[str, list[float]]]:
-    """By parameter ("radius" before E, "k"), then by layer: QUANTILES over its kernels. Empty where nothing of the kind is learned."""
+    """Return, by parameter ("radius" before E, "k") and then by layer, QUANTILES over its kernels.
+
+    Empty where nothing of the kind is learned.
+    """
     found: dict[str, dict[str, list[float]]] = {}
     for name, layer in decoupled_layers(model).items():
         learned = dict(layer.learned_parameters)

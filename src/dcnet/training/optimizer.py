@@ -12,7 +12,7 @@ from dcnet.training.recipe import Recipe
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """Adam or SGD; what decays is what the recipe says."""
+    """Make Adam or SGD; the recipe says what decays."""
     shortcuts = {
         p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1
     }
@@ -32,7 +32,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of every parameter, by its number among all."""
+    """Return the state of every parameter, by its number among all."""
     state = optimizer.state_dict()["state"]
     return {
         f"{number}/{name}": value
@@ -43,7 +43,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Not by `load_state_dict`, which keeps the memory order they were saved in: fused optimisers want the parameters'."""
+    """Load an optimizer's tensors in the memory order of the parameters, which fused optimizers want.
+
+    `load_state_dict` would keep the order they were saved in.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in tensors.items():
         number, name = key.split("/")

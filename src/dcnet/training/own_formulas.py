@@ -1,4 +1,7 @@
-"""Formulas of one's own belong to a run: their source lies in its folder as `formulas.py`, and is executed only when it is asked for."""
+"""A user's formulas belong to a run: their source lies in its folder as `formulas.py`.
+
+It is executed only when that is asked for.
+"""
 
 import ast
 import hashlib
@@ -14,7 +17,10 @@ from dcnet.util.files import write_atomically
 
 FILE = "formulas.py"
 _MARK = "# sha256 of all that follows: "
-_HEAD = '"""The formulas of one\'s own that this run was trained with; dcnet checks them, and executes them only when asked to."""\n\n'
+_HEAD = (
+    '"""The formulas of one\'s own that this run was trained with; '
+    'dcnet checks them, and executes them only when asked to."""\n\n'
+)
 _HEAD += "import dcnet\nfrom dcnet import at_least, learnable, m, positive\n"
 
 
@@ -23,7 +29,10 @@ class MissingFormula(ValueError):
 
 
 def keep_formulas(folder: Path, recipe: Recipe) -> None:
-    """Write the source of the recipe's formulas into the folder, of those that do not come with dcnet; check those that are there."""
+    """Write the source of the recipe's formulas into the folder, of those that do not come with dcnet.
+
+    Check those that are there already.
+    """
     own = [formula for formula in _of(recipe) if not _comes_with_dcnet(formula)]
     if not own:
         return
@@ -45,10 +54,12 @@ def keep_formulas(folder: Path, recipe: Recipe) -> None:
 def check_formulas(folder: Path, recipe: Recipe) -> None:
     """Raise where one of the recipe's formulas is not known here, or is not the one that the run was trained with."""
     stored = _stored(folder)
-    hint = f"Give the file that defines it: --formulas FILE, or import it in Python. The folder has no {FILE}, a copy of it"
+    hint = "Give the file that defines it: --formulas FILE, or import it in Python. "
+    hint += f"The folder has no {FILE}, a copy of it"
     if stored:
         hint = (
-            f"Give the file that defines it: --formulas FILE. Or, if you trust the folder, execute the copy that it has, {folder / FILE}: "
+            "Give the file that defines it: --formulas FILE. Or, if you trust the folder, execute the copy that "
+            f"it has, {folder / FILE}: "
             "--trust-formulas (in Python: dcnet.load(folder, trust_formulas=True))"
         )
     for kind, name in _names(recipe):
@@ -72,7 +83,8 @@ def trust_formulas(folder: Path) -> None:
             continue
         if known is not None:
             raise ValueError(
-                f"{folder / FILE} defines the {_kind(node)} function {node.name!r}, but another one of that name is known here"
+                f"{folder / FILE} defines the {_kind(node)} function {node.name!r}, but another one of that name "
+                "is known here"
             )
         module = types.ModuleType("formulas_of_a_run")
         exec(_HEAD, module.__dict__)
@@ -80,7 +92,10 @@ def trust_formulas(folder: Path) -> None:
 
 
 def _stored(folder: Path) -> list[ast.FunctionDef]:
-    """The definitions in the folder, without executing them; raises where the file was changed after training had written it."""
+    """Return the definitions in the folder, without executing them.
+
+    Raise where the file was changed after training had written it.
+    """
     path = folder / FILE
     if not path.is_file():
         return []
@@ -91,7 +106,8 @@ def _stored(folder: Path) -> list[ast.FunctionDef]:
         raise ValueError(f"{path} is damaged: {error}; remove it, and give the formulas by --formulas FILE") from error
     if mark != f"{_MARK}{_digest(text)}":
         raise ValueError(
-            f"{path} was changed after training had written it, as its sha256 says; remove it, and give the formulas by --formulas FILE"
+            f"{path} was changed after training had written it, as its sha256 says; remove it, and give the "
+            "formulas by --formulas FILE"
         )
     return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
 
@@ -101,7 +117,7 @@ def _digest(text: str) -> str:
 
 
 def _names(recipe: Recipe) -> list[tuple[str, str]]:
-    """The kinds and names of the recipe's formulas, known or not."""
+    """Return the kinds and names of the recipe's formulas, known or not."""
     if recipe.magnitude is None:
         return []
     return [
@@ -119,7 +135,10 @@ def _comes_with_dcnet(formula: Formula) -> bool:
 
 
 def _definition(formula: Formula) -> ast.FunctionDef:
-    """The function by itself: decorator, annotations and defaults in words that need nothing of the file it comes from."""
+    """Return the function by itself.
+
+    Decorator, annotations and defaults in words that need nothing of the file it comes from.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(formula.function)))
     node = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == formula.name), None)
     if node is None:
@@ -138,7 +157,7 @@ def _definition(formula: Formula) -> ast.FunctionDef:
 
 
 def _annotation(bounds: object) -> ast.expr | None:
-    """A parameter's range as its annotation says it."""
+    """Return a parameter's range as its annotation says it."""
     low, is_open = getattr(bounds, "low", float("-inf")), getattr(bounds, "open", False)
     if isinstance(bounds, Learnable):
         least = "" if is_open else f", least={low!r}"
@@ -151,14 +170,14 @@ def _annotation(bounds: object) -> ast.expr | None:
 
 
 def _kind(node: ast.FunctionDef) -> str:
-    """Which registration the stored definition has."""
+    """Return which registration the stored definition has."""
     return (
         "magnitude" if node.decorator_list and "dcnet.magnitude" in ast.unparse(node.decorator_list[0]) else "angular"
     )
 
 
 def _same(stored: ast.FunctionDef, known: Formula) -> bool:
-    """Whether the formula known here computes what the stored one does."""
+    """Return whether the formula known here computes what the stored one does."""
     try:
         here = _definition(known)
     except (OSError, TypeError, SyntaxError) as error:
@@ -171,7 +190,7 @@ def _same(stored: ast.FunctionDef, known: Formula) -> bool:
 
 
 def _computation(node: ast.FunctionDef) -> str:
-    """The definition without its words: no docstring, and formatted in one way."""
+    """Return the definition without its words: no docstring, and formatted in one way."""
     body = node.body
     if (
         body

@@ -1,4 +1,7 @@
-"""Kernels of ordinary layers treated like decoupled ones, to tell what the operator does from what a normalized kernel does."""
+"""Kernels of ordinary layers treated like decoupled ones.
+
+So one can tell what the operator does from what a normalized kernel does.
+"""
 
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from dcnet.models.resnet import Unit
 
 
 def ordinary_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the convolutions and fully connected layers before the classifier that are not decoupled, shortcuts left out."""
+    """Return the ordinary convolutions and fully connected layers before the classifier, without shortcuts."""
     shortcuts = {module for unit in model.modules() if isinstance(unit, Unit) for module in unit.shortcut.modules()}
     blocks = [module for module in model.modules() if isinstance(module, Block) and module not in shortcuts]
     return [block.conv for block in blocks if not isinstance(block.conv, Decoupled)]

@@ -1,4 +1,4 @@
-"""What one sees of a run: bars in a terminal, a line an epoch elsewhere."""
+"""What you see of a run: bars in a terminal, a line an epoch elsewhere."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from dcnet.util.text import printable
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """An epoch in one line."""
+    """Return an epoch in one line."""
     text = f"epoch {entry['epoch']:g}: train loss {entry['train_loss']:.4f}, accuracy {entry['train_accuracy']:.2f}%"
     if "test_loss" in entry:
         text += f"; test loss {entry['test_loss']:.4f}, accuracy {entry['test_accuracy']:.2f}%"
@@ -52,7 +52,8 @@ class Bars(Callback):
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Rich
 
-        text = "epoch {task.fields[epoch]} · {task.fields[rate]} images/s · loss {task.fields[loss]} · accuracy {task.fields[accuracy]}"
+        fields = ("epoch {epoch}", "{rate} images/s", "loss {loss}", "accuracy {accuracy}")
+        text = " · ".join(fields).replace("{", "{task.fields[").replace("}", "]}")
         name = TextColumn("{task.description}", markup=False)
         self.rich = Rich(
             name, BarColumn(), TextColumn(text), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
@@ -93,7 +94,10 @@ class Bars(Callback):
 
 @contextmanager
 def showing(shown: bool, *columns: Any) -> Iterator[Callable[[str, int, int], None] | None]:
-    """What tells a terminal how far each of several things is: (name, done, in all); None where there is no terminal."""
+    """Yield a function that shows in a terminal how far each of several things is: (name, done, total).
+
+    None where there is no terminal.
+    """
     if not shown or not sys.stdout.isatty():
         yield None
         return
@@ -111,7 +115,7 @@ def showing(shown: bool, *columns: Any) -> Iterator[Callable[[str, int, int], No
 
 
 def showing_downloads(shown: bool) -> Any:
-    """The same in bytes."""
+    """Return the same in bytes."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     return showing(shown, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

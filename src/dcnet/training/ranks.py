@@ -28,13 +28,13 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor, replaced by its sum over all ranks."""
+        """Return the tensor, replaced by its sum over all ranks."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def agree(self, value: float) -> float:
-        """The largest of the ranks' values."""
+        """Return the largest of the ranks' values."""
         if self.world == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -53,10 +53,11 @@ class Ranks:
             dist.broadcast_object_list(outcome, device=self.device)
         if outcome[1] is not None:
             raise outcome[1]
-        return outcome[0]
+        decided: T = outcome[0]
+        return decided
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self.world > 1:
             dist.barrier()
 
@@ -68,8 +69,8 @@ _joined = itertools.count()
 def _join(backend: str) -> None:
     """Join the processes that torchrun has started.
 
-    Each time under a name of its own: a group that is left and joined again at the same place may find what the last one has left there, and
-    wait for it forever.
+    Each time under a name of its own: a group that is left and joined again at the same place may find what the last
+    one has left there, and wait for it forever.
     """
     from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # not in every build of PyTorch
 
@@ -81,7 +82,10 @@ def _join(backend: str) -> None:
 
 @contextmanager
 def joined(device: str | None = None) -> Iterator[Ranks]:
-    """This process among the others; under torchrun the group is joined here, and left at the end, unless the caller has done so."""
+    """Yield this process among those that train together.
+
+    Under torchrun the group is joined here and left at the end, unless the caller has joined it before.
+    """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {kind!r}; possible: cpu, cuda")
@@ -90,7 +94,8 @@ def joined(device: str | None = None) -> Iterator[Ranks]:
         raise ValueError("device='cuda', but PyTorch sees no GPU here; possible: 'cpu'")
     if kind == "cuda" and local >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}; start at most that many processes a node"
+            f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}; start at most "
+            "that many processes a node"
         )
     where = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":

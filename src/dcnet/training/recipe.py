@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dcnet.data import AUGMENTATIONS
+from dcnet.data import AUGMENTATIONS, FOLDER, NAMES
 from dcnet.formulas import parse_number
 from dcnet.util.suggest import nearest
 
@@ -33,7 +33,7 @@ def _option(
     high: Limit = None,
     below: Limit = None,
 ) -> Any:
-    """A field with what `--help` says about it, and the values it can take: by name where they are few, or its limits."""
+    """Return a recipe's field with what `--help` says about it and what it can be: named values, or limits."""
     return field(
         default=default,
         metadata={"help": explanation, "possible": possible, "limits": {"≥": low, ">": above, "≤": high, "<": below}},
@@ -42,9 +42,13 @@ def _option(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained on what, and how. Every field is a flag of `dcnet train`."""
+    """What is trained on what, and how.
 
-    data: str = _option("digits", "Data set: digits, mnist, fashion-mnist, cifar10, cifar100, or imagefolder:PATH.")
+    Every field is a flag of `dcnet train`. Fields that cannot be, alone or together, raise a `ValueError` that names
+    them. `make_recipe` starts from a named recipe.
+    """
+
+    data: str = _option("digits", f"Data set: {', '.join(NAMES)}, or {FOLDER}PATH.")
     image_size: int | None = _option(None, "Size of the crops from an image folder (224 if not given).", low=8)
     model: str = _option("cnn9_narrow", "Network; dcnet.list_models() has their names.")
     magnitude: str | None = _option(
@@ -54,7 +58,7 @@ class Recipe:
     weighting: str | None = _option(None, "How ‖w‖ enters the magnitude: none, linear, joint or separate.")
     radius: str = _option("learned", "Operator radius: learned, or a number.")
     norm: str | None = _option(
-        DEFAULT, "Normalisation: batch, none, or default for what the network has.", "batch", "none", DEFAULT
+        DEFAULT, "Normalization: batch, none, or default for what the network has.", "batch", "none", DEFAULT
     )
     activation: str | None = _option(
         DEFAULT, "Activation: relu, prelu, none, or default.", "relu", "prelu", "none", DEFAULT
@@ -72,7 +76,7 @@ class Recipe:
     )
 
     epochs: float = _option(3.0, "Passes over the training images.", above=0, below=1e9)
-    steps: int | None = _option(None, "Steps of the optimiser, instead of epochs.", low=1)
+    steps: int | None = _option(None, "Steps of the optimizer, instead of epochs.", low=1)
     batch: int = _option(128, "Images a step, over all devices.", low=1)
     accumulate: int = _option(1, "Parts of a device's batch, gradients of which are added up.", low=1)
     augment: str = _option("none", "Augmentation: none, crop, flip, or crop+flip.", *AUGMENTATIONS)
@@ -85,7 +89,7 @@ class Recipe:
         "floored",
     )
 
-    optimizer: str = _option("adam", "Optimiser: adam or sgd.", "adam", "sgd")
+    optimizer: str = _option("adam", "Optimizer: adam or sgd.", "adam", "sgd")
     lr: float = _option(1e-3, "Learning rate, the highest of the schedule.", above=0, below=1e100)
     momentum: float = _option(0.9, "Momentum of SGD.", low=0, below=1)
     nesterov: bool = _option(False, "Nesterov's momentum.")
@@ -123,7 +127,8 @@ class Recipe:
 
     plain_kernels: str = _option(
         "free",
-        "Kernels of ordinary layers before the classifier: free, projected (as decoupled ones are), or normalized (weight normalization).",
+        "Kernels of ordinary layers before the classifier: free, projected (as decoupled ones are), or "
+        "normalized (weight normalization).",
         *("free", "projected", "normalized"),
     )
     projection: int = _option(0, "Steps between projections of unweighted kernels to norm 1; 0 for never.", low=0)
@@ -180,11 +185,13 @@ class Recipe:
             kinds = tuple(typing.get_origin(kind) or kind for kind in allowed)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise ValueError(
-                    f"recipe: {entry.name}={value!r} must be {' or '.join(getattr(k, '__name__', 'None') for k in kinds)}"
+                    f"recipe: {entry.name}={value!r} must be "
+                    f"{' or '.join(getattr(k, '__name__', 'None') for k in kinds)}"
                 )
             if possible and ("none" if value is None else value) not in possible:
                 raise ValueError(
-                    f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: {', '.join(possible)}"
+                    f"recipe: unknown {entry.name} {value!r}.{nearest(str(value), possible)} Possible: "
+                    f"{', '.join(possible)}"
                 )
             limits = [(sign, limit) for sign, limit in entry.metadata["limits"].items() if limit is not None]
             if value is not None and not all(_COMPARED[sign](value, limit) for sign, limit in limits):
@@ -249,7 +256,7 @@ def _number(value: Any) -> Any:
 
 
 def _pixels(name: str, value: float) -> str:
-    """A question, where a change of a pixel was given in units of 1/255."""
+    """Return a question, where a change of a pixel was given in units of 1/255."""
     return (
         f"; did you mean {value:g}/255?"
         if name in ("adversarial_eps", "adversarial_step") and 1.0 < value <= 255.0
@@ -258,106 +265,12 @@ def _pixels(name: str, value: float) -> str:
 
 
 hints = typing.get_type_hints(Recipe)
-
-# Recipes of the paper are evaluated with the averages of training, as the paper's are; annealed to their end, these do not lag.
-_PAPER: dict[str, Any] = {
-    "recalibrate": 0,
-    "label_smoothing": 0.01,
-    "weight_decay": 5e-4,
-    "projection": 100,
-    "orthogonality": 1e-5,
-    "schedule": "step",
-}
-_CIFAR = _PAPER | {
-    "augment": "crop+flip",
-    "steps": 42_500,
-    "milestones": (20_000 / 42_500, 30_000 / 42_500, 37_500 / 42_500),
-}
-RECIPES: dict[str, dict[str, Any]] = {
-    "paper-cifar": _CIFAR | {"data": "cifar100", "model": "cnn9"},
-    "paper-cifar-sgd": _CIFAR | {"data": "cifar100", "model": "cnn9", "optimizer": "sgd", "lr": 0.1},
-    "paper-imagenet": _PAPER
-    | {
-        "data": "imagefolder:imagenet",
-        "model": "resnet18",
-        "optimizer": "sgd",
-        "lr": 0.1,
-        "batch": 40,
-        "steps": 700_000,
-        "weight_decay": 1e-4,
-    }
-    | {"milestones": (200 / 700, 375 / 700, 550 / 700), "decay_shortcuts": False, "save_every": 5000},
-    "paper-adversarial": {
-        "recalibrate": 0,
-        "data": "cifar10",
-        "model": "cnn9_narrow",
-        "augment": "crop+flip",
-        "epochs": 100.0,
-    }
-    | {"schedule": "step", "milestones": (0.5, 0.75, 0.9)},  # not "plateau": all networks are to be annealed alike
-    "fast-cifar": {
-        "data": "cifar10",
-        "model": "cnn9",
-        "augment": "crop+flip",
-        "optimizer": "sgd",
-        "nesterov": True,
-        "lr": 0.4,
-        "batch": 512,
-    }
-    | {
-        "epochs": 20.0,
-        "schedule": "onecycle",
-        "weight_decay": 5e-4,
-        "label_smoothing": 0.1,
-        "precision": "bf16",
-        "channels_last": True,
-    }
-    | {"evaluate_every": 0, "graphs": True},
-    "demo": {
-        "data": "digits",
-        "model": "cnn9_narrow",
-        "norm": "batch",
-        "epochs": 8.0,
-        "batch": 64,
-        "lr": 2e-3,
-        "schedule": "onecycle",
-    }
-    | {"augment": "crop", "pad": 1},
-}
-
-
-def make_recipe(name: str | None = None, **overrides: Any) -> Recipe:
-    """The named recipe, with fields replaced; without a name the defaults. Giving `epochs` takes the place of the recipe's `steps`."""
-    if name is not None and name not in RECIPES:
-        raise ValueError(
-            f"unknown recipe {name!r}.{nearest(name, RECIPES)} Known: {', '.join(RECIPES)}, or a JSON file"
-        )
-    return change(Recipe(**({} if name is None else RECIPES[name])), **overrides)
-
-
-def read_recipe(path: str | Path) -> Recipe:
-    """The recipe in a JSON file, as `recipe.json` of a run folder."""
-    try:
-        values = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not a recipe: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is not a recipe: it holds {type(values).__name__}, expected an object")
-    return recorded(values)
-
-
-# What fields stood for before they existed, where that is not today's default.
-_BEFORE = {"recalibrate": 0}
-
-
-def recorded(values: dict[str, Any]) -> Recipe:
-    """Return the recipe that was written down as these values, by this version or by one that had fewer fields."""
-    whole = len(values) > len(hints) // 2  # a few fields by hand are today's; a record has all that there were
-    return change(Recipe(), **((_BEFORE | values) if whole else values))
+_ARGS = "".join(f"        {entry.name}: {entry.metadata['help']}\n" for entry in fields(Recipe))
+Recipe.__doc__ = f"{str(Recipe.__doc__).rstrip()}\n\n    Args:\n{_ARGS}    "
 
 
 def change(recipe: Recipe, **values: Any) -> Recipe:
-    """The recipe with fields replaced."""
+    """Return the recipe with fields replaced."""
     for name in values:
         if name not in hints:
             raise ValueError(f"unknown recipe field {name!r}.{nearest(name, hints)} Known: {', '.join(hints)}")

@@ -1,4 +1,7 @@
-"""A run folder: recipe, metrics, checkpoint, result, attacks. Every other command reads such a folder and nothing else."""
+"""A run folder: recipe, metrics, checkpoint, result, attacks.
+
+Every other command reads such a folder and nothing else.
+"""
 
 import json
 from dataclasses import asdict
@@ -17,12 +20,13 @@ from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefi
 from dcnet.training.own_formulas import check_formulas
 from dcnet.training.own_formulas import trust_formulas as execute_formulas
 from dcnet.training.plain_kernels import normalize_ordinary_
-from dcnet.training.recipe import Recipe, read_recipe, recorded
+from dcnet.training.recipe import Recipe
+from dcnet.training.recipes import read_recipe, recorded
 from dcnet.util.files import append_line, write_atomically, write_json
 
 
 def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
-    """The recipe's network for data of that shape: num_classes, in_channels, input_size."""
+    """Return the recipe's network for data of that shape: num_classes, in_channels, input_size."""
     options: dict[str, Any] = {}
     if recipe.magnitude is not None:
         try:
@@ -49,7 +53,7 @@ def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
 
 
 def read_json(path: Path) -> Any:
-    """What the file holds; raises with its name where it cannot be read."""
+    """Return what the file holds; raise with its name where it cannot be read."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -61,7 +65,11 @@ _EPOCH = {"epoch", "step", "seconds"}
 
 
 class Run:
-    """A training run on disk."""
+    """A training run on disk: `recipe`, `metrics`, `result`, `model`, `attacks`.
+
+    Args:
+        folder: the run folder, as `dcnet train` or `train` has made it.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -87,7 +95,8 @@ class Run:
         found = read_json(path)
         if not isinstance(found, dict) or not set(found) >= _RESULT:
             raise ValueError(
-                f"{path} is not what `dcnet train` writes; remove it, and have it made again: dcnet train --resume {quote(str(self.folder))}"
+                f"{path} is not what `dcnet train` writes; remove it, and have it made again: dcnet train "
+                f"--resume {quote(str(self.folder))}"
             )
         return found
 
@@ -98,7 +107,7 @@ class Run:
             raise ValueError(
                 f"{self.folder} is not finished; go on with: dcnet train --resume {quote(str(self.folder))}"
             )
-        return self.result["accuracy"]
+        return float(self.result["accuracy"])
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -120,7 +129,7 @@ class Run:
         return found
 
     def keep_metrics(self, step: int) -> None:
-        """Forgets the epochs that ended after that step: a resumed run does them again."""
+        """Forget the epochs that ended after that step: a resumed run does them again."""
         kept = [entry for entry in self.metrics if entry["step"] <= step]
         write_atomically(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
@@ -128,12 +137,12 @@ class Run:
         append_line(self.folder / "metrics.jsonl", json.dumps(entry))
 
     def diverge(self, record: dict[str, Any]) -> None:
-        """Record where the loss ceased to be finite; the folder keeps its last checkpoint."""
+        """Record where the loss was not finite; the folder keeps its last checkpoint."""
         write_json(self.folder / "diverged.json", record, indent=2)
 
     @property
     def divergence(self) -> dict[str, Any] | None:
-        """Where and why the loss ceased to be finite; None for a run in which it did not."""
+        """Where and why the loss was not finite; None for a run whose loss always was."""
         path = self.folder / "diverged.json"
         return read_json(path) if path.is_file() else None
 
@@ -152,11 +161,11 @@ class Run:
         return found
 
     def add_attack(self, result: dict[str, Any]) -> Path:
-        """Adds what an attack found; gives the file."""
+        """Add what an attack found; return the file."""
         return self.write_attacks([*self.attacks, result])
 
     def write_attacks(self, records: list[dict[str, Any]]) -> Path:
-        """Keep these records of attacks and no others; give the file."""
+        """Keep these records of attacks and no others; return the file."""
         path = self.folder / "attacks.json"
         write_json(path, records)
         return path
@@ -174,11 +183,12 @@ class Run:
         """Of the data it was trained on: num_classes, in_channels, input_size."""
         if not self.checkpoint.is_file():
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
-        return load_state(self.checkpoint)["shape"]
+        shape: dict[str, int] = load_state(self.checkpoint)["shape"]
+        return shape
 
     @property
     def model(self) -> nn.Module:
-        """The network with the weights of the last checkpoint (their moving average, where there is one), in evaluation mode.
+        """The network with the weights of the last checkpoint, or their moving average, in evaluation mode.
 
         Its running averages are those the evaluation at that checkpoint has used, where there was one.
         """
@@ -199,7 +209,7 @@ WEIGHTS = "dcnet weights 1"
 
 
 def save_weights(run: Run, path: Path) -> None:
-    """Write the weights of a run's network into a file that `load` reads: without the optimizer's state, with the recipe."""
+    """Write the weights of a run's network, with the recipe, into a file that `load` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in run.model.state_dict().items()}
     about = {"recipe": asdict(run.recipe), "shape": run.shape, "result": run.result}
@@ -207,9 +217,13 @@ def save_weights(run: Run, path: Path) -> None:
 
 
 def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
-    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode: images in [0, 1] to logits.
+    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode.
 
-    trust_formulas: execute the copy of formulas of one's own that the folder has, where they are not registered here.
+    It maps images in [0, 1] to logits.
+
+    Args:
+        path: a run folder, or a file of `save_weights`.
+        trust_formulas: execute the copy of a user's formulas that the folder has, where they are not registered here.
     """
     if Path(path).suffix != ".safetensors":
         if trust_formulas:
@@ -234,11 +248,6 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     return model.eval()
 
 
-def find_runs(folder: str | Path) -> list[Run]:
-    """The runs in a folder and below, by name."""
-    return [Run(path) for path in run_folders(folder)]
-
-
 def run_folders(folder: str | Path) -> list[Path]:
-    """The run folders in a folder and below, by name."""
+    """Return the run folders in a folder and below, by name."""
     return [path.parent for path in sorted(Path(folder).rglob("recipe.json"))]

@@ -1,4 +1,7 @@
-"""Learning rates: a factor for each step, so that a resumed run needs nothing but the number of steps; and plateaus, which have a memory."""
+"""Learning rates: a factor for each step, so that a resumed run needs only the number of steps.
+
+The plateau schedule has a memory, which is saved.
+"""
 
 import math
 from typing import Any
@@ -14,7 +17,7 @@ class Schedule:
         self.best, self.since, self.drops = math.inf, 0, 0  # of the plateau schedule
 
     def factor(self, step: int) -> float:
-        """For the step of that number, counted from 0."""
+        """Return the factor for the step of that number, counted from 0."""
         recipe = self.recipe
         if recipe.schedule == "step":
             return recipe.gamma ** sum(step >= round(milestone * self.steps) for milestone in recipe.milestones)

@@ -13,14 +13,14 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_of(recipe: Recipe, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What to run the network under."""
+    """Return the context to run the network under."""
     dtype = _AUTOCAST.get(recipe.precision)
     return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Whether a GPU may round float32 factors to TF32's 10 bits; for convolutions PyTorch allows it unless told otherwise."""
+    """Allow a GPU to round float32 factors to TF32's 10 bits, or not; PyTorch allows it for convolutions."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32)
     matmul.allow_tf32 = cudnn.allow_tf32 = allowed
@@ -32,7 +32,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """TF32, determinism, and the seed of PyTorch's generators."""
+    """Set TF32, determinism, and the seed of PyTorch's generators for a while."""
     cuda = device.type == "cuda"
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic)

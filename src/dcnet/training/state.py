@@ -1,4 +1,4 @@
-"""What a run has in memory: network, optimiser, and everything a checkpoint has to carry."""
+"""What a run has in memory: network, optimizer, and everything a checkpoint has to carry."""
 
 import copy
 import inspect
@@ -20,7 +20,8 @@ from dcnet.training.loss import classification_loss
 from dcnet.training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from dcnet.training.plain_kernels import OrdinaryProjection
 from dcnet.training.ranks import Ranks
-from dcnet.training.recipe import Recipe, recorded
+from dcnet.training.recipe import Recipe
+from dcnet.training.recipes import recorded
 from dcnet.training.run import Run, build_model
 from dcnet.training.schedule import Schedule
 from dcnet.training.settings import autocast_of
@@ -53,10 +54,12 @@ class TrainingState:
         if recipe.weighted_gradients:
             weight_gradients_(self.model)
         self.step, self.seconds = 0, 0.0
-        # Of the epoch so far: images, and on the device, which need not be waited for, their cross-entropy and how many were right.
+        # Of the epoch so far: images, and on the device, which need not be waited for, their cross-entropy and how many
+        # were right.
         self.images = 0
         self.sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        # Also there: the number of the step, the first one whose loss was not finite, and from then on a 1 that stops the optimiser.
+        # Also there: the number of the step, the first one whose loss was not finite, and from then on a 1 that stops
+        # the optimizer.
         self.device_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=ranks.device)
         self.frozen = torch.zeros((), device=ranks.device)
@@ -68,7 +71,7 @@ class TrainingState:
         self.saved_step, self._saved_at, self._saving = -1, -math.inf, 0.0
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
-        """One step of the optimiser on this rank's share of a batch; none any more once a loss was not finite."""
+        """Take one step of the optimizer on this rank's share of a batch; none after a loss that was not finite."""
         rate = self.recipe.lr * self.schedule.factor(self.step)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -79,7 +82,7 @@ class TrainingState:
         if self.recipe.graphs and self.graph is None and self.eager_steps == BEFORE_CAPTURE:
             self.optimizer.zero_grad(set_to_none=True)  # the graph has gradients of its own
             if self.projection is not None:
-                self.projection.remove()  # the optimiser's hooks do not run in a graph
+                self.projection.remove()  # the optimizer's hooks do not run in a graph
             self.graph = Repeated(self._update, images, labels)
         if self.graph is not None:
             self.graph(images, labels)
@@ -93,7 +96,7 @@ class TrainingState:
         self.calibrated = {}
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
-        """What a step does on the device, which the host does not wait for."""
+        """Do the part of a step that runs on the device, which the host does not wait for."""
         recipe, parts, size = self.recipe, self.recipe.accumulate, len(labels)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=labels.device)
@@ -127,7 +130,7 @@ class TrainingState:
             self.ema.follow(self.model)
 
     def _note_non_finite(self, loss: Tensor) -> None:
-        """From the first loss on that is not finite, the optimiser leaves the weights alone."""
+        """Make the optimizer leave the weights alone from the first loss on that is not finite."""
         if self.ranks.world > 1:
             torch.distributed.all_reduce(loss)  # which is not finite if one of them is not
         self.bad_step.copy_(torch.where(loss.isfinite() | (self.bad_step >= 0), self.bad_step, self.device_step))
@@ -142,24 +145,24 @@ class TrainingState:
         return self.model if self.ema is None else self.ema.model
 
     def epoch_means(self) -> tuple[float, float]:
-        """Mean loss and accuracy in percent of the epoch so far, over all ranks."""
+        """Return mean loss and accuracy in percent of the epoch so far, over all ranks."""
         loss, right = self.ranks.sum(self.sums.clone()).tolist()
         count = max(1, self.images * self.ranks.world)
         return loss / count, 100.0 * right / count
 
     def local_means(self) -> tuple[float, float]:
-        """The same over this rank's images, which needs no others."""
+        """Return the same over this rank's images, which needs no others."""
         loss, right = self.sums.tolist()
         return loss / max(1, self.images), 100.0 * right / max(1, self.images)
 
     def average_statistics(self) -> None:
-        """Makes the running averages of all ranks agree, also of the moving average of the weights."""
+        """Make the running averages of all ranks agree, also of the moving average of the weights."""
         average_statistics_(self.model)
         if self.ema is not None:
             average_statistics_(self.ema.model)
 
     def check_together(self) -> None:
-        """Raises unless all ranks are at the same step."""
+        """Raise unless all ranks are at the same step."""
         highest, lowest = self.ranks.agree(self.step), -self.ranks.agree(-self.step)
         if highest != lowest:
             raise ValueError(
@@ -168,18 +171,18 @@ class TrainingState:
             )
 
     def epoch_ended(self) -> None:
-        """Starts the sums of the next epoch."""
+        """Start the sums of the next epoch."""
         self.images = 0
         self.sums.zero_()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_is_due(self) -> bool:
-        """Whether it is time for a checkpoint: writing them may take a twentieth of a run, and no more."""
+        """Return whether it is time for a checkpoint: writing them may take a twentieth of a run, and no more."""
         return self.ranks.agree(time.perf_counter() - self._saved_at - 20.0 * self._saving) >= 0.0
 
     def save(self, run: Run) -> None:
-        """Writes a checkpoint; call it on all ranks, the first one writes."""
+        """Write a checkpoint; call it on all ranks, the first one writes."""
         begun, self.saved_step = time.perf_counter(), self.step
         self._write(run)
         self._saved_at = time.perf_counter()
@@ -212,11 +215,12 @@ class TrainingState:
         save_checkpoint(run.checkpoint, tensors, state)
 
     def restore(self, run: Run) -> None:
-        """Goes on from the run's checkpoint."""
+        """Go on from the run's checkpoint."""
         tensors, state = load_checkpoint(run.checkpoint)
         if not same_but_length(recorded(state["recipe"]), self.recipe) or state["shape"] != self.shape:
             raise ValueError(
-                f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; remove it to start again"
+                f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; "
+                "remove it to start again"
             )
         self.model.load_state_dict(without_prefix("model/", tensors))
         load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
@@ -236,7 +240,10 @@ class TrainingState:
 
 
 def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """The network, its gradients averaged over all ranks; running averages are brought together at evaluations and checkpoints."""
+    """Return the network with its gradients averaged over all ranks.
+
+    Running averages are brought together at evaluations and checkpoints.
+    """
     switches = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = (
         "forward_sync_buffers" if "forward_sync_buffers" in switches else "broadcast_buffers"
@@ -246,7 +253,7 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
 
 
 def _start_from(model: nn.Module, folder: str) -> None:
-    """The weights of another run, plain or decoupled, of the same structure."""
+    """Load the weights of another run, plain or decoupled, of the same structure."""
     there = model.state_dict()
     # another operator's radii and statistics stay behind
     extras = ("raw_", "running_norm", "num_batches_tracked")
@@ -263,7 +270,10 @@ def _start_from(model: nn.Module, folder: str) -> None:
 
 
 class _Average:
-    """An exponential moving average of a network, buffers included. PyTorch's AveragedModel asks the device whether it is at its first step."""
+    """An exponential moving average of a network, buffers included.
+
+    PyTorch's AveragedModel asks the device whether it is at its first step, which waits for a GPU.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -271,7 +281,7 @@ class _Average:
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
-        """One step towards the model."""
+        """Move one step towards the model."""
         mine, its = [*self.model.parameters(), *self.model.buffers()], [*model.parameters(), *model.buffers()]
         pairs = list(zip(mine, its, strict=True))
         floats = [(a, b) for a, b in pairs if a.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Training: a loop one reads from top to bottom."""
+"""Training: a loop to read from top to bottom."""
 
 import math
 import time
@@ -8,22 +8,23 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from dcnet.data import FOLDER, ImageFolder, Resident, load_data
+from dcnet.data import ImageFolder, Resident
 from dcnet.training.calibration import calibrated
 from dcnet.training.callback import Callback, Callbacks
 from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
 from dcnet.training.evaluate import Evaluation, evaluate
-from dcnet.training.folder import Place, check_length, total_steps
+from dcnet.training.folder import Place, check_length
 from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.learned import learned_quantiles
-from dcnet.training.progress import progress_for, say_finished, showing_downloads
+from dcnet.training.prepare import given_recipe, prepare
+from dcnet.training.progress import progress_for, say_finished
 from dcnet.training.ranks import Ranks, joined
-from dcnet.training.recipe import Recipe, make_recipe
+from dcnet.training.recipe import Recipe
+from dcnet.training.recipe_data import open_data
 from dcnet.training.run import Run
 from dcnet.training.settings import settings
 from dcnet.training.state import TrainingState
 from dcnet.training.tensorboard import TensorBoard
-from dcnet.util.compat import BatchNorm
 from dcnet.util.provenance import provenance
 from dcnet.version import __version__
 
@@ -43,14 +44,27 @@ def train(
     overwrite: bool = False,
     extend: bool = False,
 ) -> Run:
-    """Train the run that the recipe describes to its end, from where it was left if it was begun, and return it.
+    """Train a run to its end, from where it was left if it was begun, and return it.
 
-    recipe: one, or the name of one. folder: runs/TITLE if none is given, with a short suffix where another recipe's run has that name.
-    device: "cpu" or "cuda"; the GPU if there is one. callbacks: told about every step and epoch (`dcnet.Callback`). overwrite: start
-    again in a folder that has a run. extend: go on with a run of that recipe but for `epochs` and `steps`. Under torchrun, all its
-    processes train together.
+    Under torchrun, all its processes train together.
+
+    Args:
+        recipe: what to train, or the name of a recipe.
+        folder: the run folder; runs/TITLE by default, with a short suffix where another recipe's run has that name.
+        data_root: the folder of the data sets' official files.
+        download: fetch missing files of the data set from its own site.
+        device: "cpu" or "cuda"; by default the GPU if there is one.
+        quiet: show no progress.
+        tensorboard: write TensorBoard's files into the run folder too.
+        callbacks: told about every step and epoch; see `Callback`.
+        overwrite: start again in a folder that has a run.
+        extend: go on with a run of that recipe but for `epochs` and `steps`.
+
+    Raises:
+        Interrupted: on Ctrl-C or SIGTERM, after a checkpoint; training again goes on from there.
+        NonFiniteLoss: where the loss is not finite; it names the step and what was first not finite.
     """
-    recipe = _recipe(recipe)
+    recipe = given_recipe(recipe)
     told = Callbacks([*callbacks, *([TensorBoard()] if tensorboard else [])])  # an error now rather than later
     with joined(device) as ranks, settings(recipe, ranks.device), ExitStack() as held:
         place = Place(recipe, folder, held, overwrite, extend)
@@ -62,7 +76,7 @@ def train(
         # a recipe that cannot be trained leaves no folder behind, and overwrites none
         data = open_data(recipe, ranks, data_root, download)
         begun = not overwrite and (where / "checkpoint.safetensors").is_file()
-        state, per_epoch = _prepare(recipe, data, ranks, begun)
+        state, per_epoch = prepare(recipe, data, ranks, begun)
         if begun and (where / "recipe.json").is_file():
             check_length(Run(where), recipe, per_epoch)
         run = Run(ranks.from_first(lambda: place.enter(where)))
@@ -84,63 +98,6 @@ def train(
                 raise
         ranks.wait()  # for the result
         return run
-
-
-def _recipe(given: Recipe | str) -> Recipe:
-    if isinstance(given, str):
-        return make_recipe(given)
-    if not isinstance(given, Recipe):
-        raise TypeError(
-            f"recipe must be a dcnet.Recipe, or the name of one, got {given!r}; possible: 'demo', dcnet.make_recipe('demo', epochs=3), "
-            "dcnet.read_recipe('recipe.json')"
-        )
-    return given
-
-
-def open_data(
-    recipe: Recipe, ranks: Ranks, root: str | Path = "data", download: bool = False
-) -> "Resident | ImageFolder":
-    """The recipe's data, ready to give batches on the ranks' device."""
-    if recipe.data.startswith(FOLDER):
-        if recipe.augment != "none":
-            raise ValueError(
-                f"augment={recipe.augment!r}: an image folder is always resized, cropped and flipped as in the paper; possible: none"
-            )
-        size = 224 if recipe.image_size is None else recipe.image_size
-        return ImageFolder(recipe.data.removeprefix(FOLDER), ranks.device, recipe.seed, size)
-    if recipe.image_size is not None:
-        raise ValueError(
-            f"image_size={recipe.image_size} is for image folders; the images of {recipe.data} have one size"
-        )
-    if download and not ranks.first:  # one process fetches, the others wait for it
-        ranks.wait()
-    with showing_downloads(download and ranks.first) as shown:
-        data = load_data(recipe.data, root, download, shown)
-    if download and ranks.first:
-        ranks.wait()
-    return Resident(data, ranks.device, recipe.seed, recipe.augment, recipe.pad)
-
-
-def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: bool) -> tuple[TrainingState, int]:
-    """The state at its start (or, if the run has begun, before its checkpoint is restored), and the steps of an epoch."""
-    per_epoch = data.train_length // recipe.batch
-    if per_epoch == 0:
-        raise ValueError(
-            f"batch={recipe.batch} is larger than the {data.train_length} training images of {recipe.data}"
-        )
-    if recipe.batch % (ranks.world * recipe.accumulate):
-        raise ValueError(
-            f"batch={recipe.batch} cannot be divided among {ranks.world} processes × accumulate={recipe.accumulate}"
-        )
-    steps = total_steps(recipe, per_epoch)
-    shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
-    state = TrainingState(recipe, shape, steps, ranks, begun)
-    alone = recipe.batch == ranks.world * recipe.accumulate
-    if alone and any(isinstance(module, BatchNorm) for module in state.model.modules()):
-        raise ValueError(
-            f"batch={recipe.batch} in parts of one image (× {ranks.world * recipe.accumulate}) does not go with BatchNorm"
-        )
-    return state, per_epoch
 
 
 def _train(
@@ -193,20 +150,20 @@ def _train(
 
 
 def _asked(interruption: Interruption, ranks: Ranks, together: bool) -> bool:
-    """Whether to stop; several ranks agree on it, at steps where all of them ask."""
+    """Return whether to stop; several ranks agree on it, at steps where all of them ask."""
     if ranks.world == 1:
         return interruption.asked
     return together and ranks.agree(float(interruption.asked)) > 0.0
 
 
 def _save(state: TrainingState, run: Run, data: "Resident | ImageFolder", per_epoch: int) -> None:
-    """A checkpoint, of a run that is in order."""
+    """Save a checkpoint, if the loss is finite."""
     _stop_if_not_finite(state, data, per_epoch)
     state.save(run)
 
 
 def _leave(state: TrainingState, run: Run, data: "Resident | ImageFolder", per_epoch: int) -> None:
-    """A checkpoint to stay for a while: the network in it can be evaluated as it is."""
+    """Save a checkpoint to stay for a while: the network in it can be evaluated as it is."""
     _stop_if_not_finite(state, data, per_epoch)
     with calibrated(state, data, per_epoch):
         pass
@@ -216,7 +173,7 @@ def _leave(state: TrainingState, run: Run, data: "Resident | ImageFolder", per_e
 def _end_epoch(
     state: TrainingState, run: Run, data: "Resident | ImageFolder", steps: int, per_epoch: int, progress: Callback
 ) -> Evaluation | None:
-    """Evaluation, metrics, checkpoint."""
+    """Evaluate, add to the metrics, and save a checkpoint if one is due."""
     _stop_if_not_finite(state, data, per_epoch)
     recipe, ranks, begun = state.recipe, state.ranks, time.perf_counter()
     loss, accuracy = state.epoch_means()
@@ -252,7 +209,7 @@ def _end_epoch(
 
 
 def _evaluate(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Evaluation:
-    """The network on the test images, with running averages that fit its weights."""
+    """Evaluate the network on the test images, with running averages that fit its weights."""
     with calibrated(state, data, per_epoch):
         evaluation = evaluate(state.evaluated, data, state.ranks, state.autocast, state.order)
         if not math.isfinite(evaluation.loss):
@@ -272,7 +229,8 @@ def _stop_if_not_finite(state: TrainingState, data: "Resident | ImageFolder", pe
     with state.autocast():
         why = first_non_finite(state.model, images.contiguous(memory_format=state.order))
     rate = state.recipe.lr * state.schedule.factor(bad)
-    words = f"the loss is not finite at step {bad + 1} (epoch {epoch + 1}, batch {number + 1}, learning rate {rate:.3g}): {why}"
+    place = f"step {bad + 1} (epoch {epoch + 1}, batch {number + 1}, learning rate {rate:.3g})"
+    words = f"the loss is not finite at {place}: {why}"
     raise NonFiniteLoss(words, bad + 1, (bad + 1) / per_epoch)
 
 

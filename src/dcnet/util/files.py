@@ -16,8 +16,8 @@ _PART = ".part"
 def write_atomically(path: Path, data: bytes) -> None:
     """Write the file so that it appears whole or not at all, whenever the process or the machine is stopped.
 
-    The data goes into a temporary file of its own name first, so that two processes never write into one. What is not an ordinary
-    file, such as /dev/stdout, is written to directly.
+    The data goes into a temporary file of its own name first, so that two processes never write into one. What is not
+    an ordinary file, such as /dev/stdout, is written to directly.
     """
     with naming(path):
         target = Path(os.path.realpath(path))  # a link stays a link
@@ -40,7 +40,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """Write the value as JSON, as `write_atomically` does. Bytes of a file's name that are not UTF-8 become the escapes that JSON has."""
+    """Write the value as JSON, as `write_atomically` does.
+
+    Bytes of a file's name that are not UTF-8 become JSON escapes.
+    """
     write_atomically(
         path, (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
     )
@@ -55,7 +58,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def remove_partial(path: Path) -> None:
-    """Remove what writes of this file have left behind when they were killed; only for a file that nobody else can be writing."""
+    """Remove what killed writes of this file have left behind; only for a file that nobody else can be writing."""
     for left in path.parent.glob(f".{_literally(path.name[:200])}.*{_PART}"):
         left.unlink(missing_ok=True)
 

@@ -29,8 +29,8 @@ class InUse(RuntimeError):
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of the folder; raise `InUse` where one is in it.
 
-    The lock is the operating system's, on a file `.lock` in the folder that says who holds it: whatever ends the process ends the
-    lock. It belongs to the process, not to those that it starts.
+    The lock is the operating system's, on a file `.lock` in the folder that says who holds it: whatever ends the
+    process ends the lock. It belongs to the process, not to those that it starts.
     """
     path = folder / LOCK
     name = os.path.realpath(path)
@@ -82,7 +82,7 @@ def _ourselves() -> dict[str, Any]:
 
 
 def _read(handle: int) -> dict[str, Any]:
-    """Who holds the lock; nothing where they have not written it down yet."""
+    """Return who holds the lock; nothing where they have not written it down yet."""
     try:
         found = json.loads(os.pread(handle, 1000, 0))
     except ValueError:

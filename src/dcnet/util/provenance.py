@@ -9,7 +9,7 @@ import torch
 
 
 def provenance(device: torch.device) -> dict[str, str]:
-    """What a record says about its making."""
+    """Return what a record says about how it was made."""
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -29,7 +29,10 @@ def provenance(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source, with a + if it was changed since; outside a repository what DCNET_COMMIT says, or nothing."""
+    """Return the commit of the source, with a + if it was changed since.
+
+    Outside a repository, what DCNET_COMMIT says, or nothing.
+    """
     where = Path(__file__).parent
     try:
         head = subprocess.run(

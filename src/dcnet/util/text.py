@@ -12,12 +12,15 @@ def valid(text: str) -> str:
 
 
 def printable(text: object, keep: str = "") -> str:
-    """Return the text on one line: with replacements for what is not UTF-8 and for control characters, but for those to be kept."""
+    """Return the text on one line, with replacements for control characters and what is not UTF-8.
+
+    keep: characters to keep.
+    """
     return "".join(letter if letter in keep or not _controls(letter) else _REPLACEMENT for letter in valid(str(text)))
 
 
 def _only_bytes(text: str) -> bool:
-    """Whether surrogates stand for bytes, as Python has them in names of files."""
+    """Return whether surrogates stand for bytes, as Python has them in names of files."""
     return not any("\ud800" <= letter <= "\udc7f" or "\udd00" <= letter <= "\udfff" for letter in text)
 
 

@@ -1,0 +1,105 @@
+"""Penalties that make the kernels of unweighted layers orthogonal."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcnet.layers.decoupled import decoupled_layers
+from dcnet.layers.optimization import Where
+from dcnet.layers.sharding import whole_kernels
+from dcnet.ops import compute_dtype
+from dcnet.util.compat import function_transform_active
+
+
+def orthonormal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
+    """Return Σ ‖WᵀW − I‖²_F over the unweighted decoupled layers; the columns of W are the kernels of one group.
+
+    Args:
+        model: any model with decoupled layers.
+        where: `where(name, layer)` says which layers; without it all that are unweighted.
+
+    Returns:
+        A scalar to add to the loss, times a small factor.
+    """
+    return _penalty(model, where, keep_diagonal=True)
+
+
+def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
+    """Return Σ ‖WᵀW − diag(WᵀW)‖²_F over the unweighted decoupled layers: the kernels' orthogonality.
+
+    The columns of W are the kernels of one group. Unlike `orthonormal_penalty` it leaves their norms alone.
+
+    Args:
+        model: any model with decoupled layers.
+        where: `where(name, layer)` says which layers; without it all that are unweighted.
+
+    Returns:
+        A scalar to add to the loss, times a small factor; the paper takes 1e-5.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.DecoupledConv2d(3, 8, 3)
+        >>> penalty = 1e-5 * dcnet.orthogonal_penalty(model)
+        >>> penalty.shape
+        torch.Size([])
+    """
+    return _penalty(model, where, keep_diagonal=False)
+
+
+def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tensor:
+    layers = {
+        name: layer
+        for name, layer in decoupled_layers(model, where).items()
+        if layer.weighting is None and layer.constrained
+    }
+    if not layers:
+        return torch.zeros((), device=next((p.device for p in model.parameters()), None))
+    penalties = []
+    for name, layer in layers.items():
+        kernels = whole_kernels(name, layer).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
+        with torch.autocast(
+            kernels.device.type, enabled=False
+        ):  # a product in bf16 would lose the small off-diagonal entries
+            penalties.append(_off_target(kernels.to(compute_dtype(kernels)), keep_diagonal))
+    return torch.stack([penalty.to(penalties[0]) for penalty in penalties]).sum()
+
+
+def _off_target(kernels: Tensor, keep_diagonal: bool) -> Tensor:
+    """‖WᵀW − I‖² or ‖WᵀW − diag(WᵀW)‖² of kernels (groups, kernels of a group, elements), summed over groups."""
+    if torch.compiler.is_compiling() or function_transform_active():
+        return _products(kernels, keep_diagonal).square().sum()
+    penalty: Tensor = _OffTarget.apply(kernels, keep_diagonal)  # type: ignore[no-untyped-call]
+    return penalty
+
+
+def _products(kernels: Tensor, keep_diagonal: bool) -> Tensor:
+    """Return WᵀW minus its target."""
+    products = kernels @ kernels.transpose(1, 2)
+    diagonal = products.diagonal(dim1=1, dim2=2)
+    if torch.is_grad_enabled():
+        return products - torch.diag_embed(torch.ones_like(diagonal) if keep_diagonal else diagonal)
+    if keep_diagonal:
+        diagonal.sub_(1.0)
+    else:
+        diagonal.zero_()
+    return products
+
+
+class _OffTarget(torch.autograd.Function):
+    """With its gradient written out: a third of the launches, which in a small network's step are many."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Tensor, keep_diagonal: bool) -> Tensor:
+        products = _products(kernels, keep_diagonal)
+        ctx.save_for_backward(kernels, products)
+        ctx.keep_diagonal = keep_diagonal
+        flat = products.flatten()
+        return flat @ flat
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor, None]:
+        kernels, products = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            products = _products(kernels, ctx.keep_diagonal)
+        return (4.0 * e) * (products @ kernels), None

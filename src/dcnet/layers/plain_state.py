@@ -1,0 +1,26 @@
+"""The way back: a decoupled model's state for the plain network."""
+
+from torch import Tensor, nn
+
+from dcnet.layers.decoupled import decoupled_layers
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of a model without what only decoupled layers have (radii, k, E{‖x‖}).
+
+    It loads into the plain network, strictly. The kernels are as they are, not normalized: the plain network with
+    them is a start, not the same function.
+
+    Args:
+        model: any model with decoupled layers.
+
+    Examples:
+        >>> import dcnet
+        >>> from torch import nn
+        >>> nn.Conv2d(3, 8, 3, bias=False).load_state_dict(dcnet.plain_state_dict(dcnet.DecoupledConv2d(3, 8, 3)))
+        <All keys matched successfully>
+    """
+    extras = {
+        f"{name}." * bool(name) + extra for name, layer in decoupled_layers(model).items() for extra in layer._extras()
+    }
+    return {key: tensor for key, tensor in model.state_dict().items() if key not in extras}

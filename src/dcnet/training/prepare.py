@@ -1,0 +1,48 @@
+"""What a run needs before its first step: a recipe, and a state that fits the data."""
+
+from dcnet.data import ImageFolder, Resident
+from dcnet.training.folder import total_steps
+from dcnet.training.ranks import Ranks
+from dcnet.training.recipe import Recipe
+from dcnet.training.recipes import make_recipe
+from dcnet.training.state import TrainingState
+from dcnet.util.compat import BatchNorm
+
+
+def given_recipe(given: Recipe | str) -> Recipe:
+    """Return the recipe, or the one of that name."""
+    if isinstance(given, str):
+        return make_recipe(given)
+    if not isinstance(given, Recipe):
+        raise TypeError(
+            f"recipe must be a dcnet.Recipe, or the name of one, got {given!r}; possible: 'demo', "
+            "dcnet.make_recipe('demo', epochs=3), "
+            "dcnet.read_recipe('recipe.json')"
+        )
+    return given
+
+
+def prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: bool) -> tuple[TrainingState, int]:
+    """Return the state at its start, and the steps of an epoch.
+
+    If the run has begun, its checkpoint is yet to be restored.
+    """
+    per_epoch = data.train_length // recipe.batch
+    if per_epoch == 0:
+        raise ValueError(
+            f"batch={recipe.batch} is larger than the {data.train_length} training images of {recipe.data}"
+        )
+    if recipe.batch % (ranks.world * recipe.accumulate):
+        raise ValueError(
+            f"batch={recipe.batch} cannot be divided among {ranks.world} processes × accumulate={recipe.accumulate}"
+        )
+    steps = total_steps(recipe, per_epoch)
+    shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
+    state = TrainingState(recipe, shape, steps, ranks, begun)
+    alone = recipe.batch == ranks.world * recipe.accumulate
+    if alone and any(isinstance(module, BatchNorm) for module in state.model.modules()):
+        raise ValueError(
+            f"batch={recipe.batch} in parts of one image (× {ranks.world * recipe.accumulate}) does not go with "
+            "BatchNorm"
+        )
+    return state, per_epoch

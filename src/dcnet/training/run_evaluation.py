@@ -1,0 +1,70 @@
+"""Evaluation of a trained run: what `dcnet evaluate` does."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcnet.data import FOLDER
+from dcnet.training.checkpoint import load_state
+from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.ranks import joined
+from dcnet.training.recipe import change
+from dcnet.training.recipe_data import open_data
+from dcnet.training.run import Run
+from dcnet.training.settings import autocast_of, settings
+
+
+@dataclass(frozen=True)
+class RunEvaluation(Evaluation):
+    """An evaluation of a run.
+
+    Attributes:
+        data: the data set.
+        classes: the names of its classes.
+        unfinished_after: for a run that is not finished, the step that the weights are of; else None.
+    """
+
+    data: str
+    classes: tuple[str, ...]
+    unfinished_after: int | None
+
+
+def evaluate_run(
+    run: Run,
+    data: str | None = None,
+    *,
+    data_root: str | Path = "data",
+    download: bool = False,
+    device: str | None = None,
+) -> RunEvaluation:
+    """Evaluate a run's network on the test images of its data set, or of another one.
+
+    Args:
+        run: the run; its last checkpoint is what is evaluated.
+        data: another data set, with as many classes and images of the same shape.
+        data_root: the folder of the data sets' official files.
+        download: fetch missing files of the data set from its own site.
+        device: "cpu" or "cuda"; by default the GPU if there is one.
+
+    Returns:
+        Loss, accuracy, and counts by class. Under torchrun each process takes its share, and all return the same.
+    """
+    shape, recipe = run.shape, run.recipe
+    if data is not None:  # only its test images are looked at
+        size = shape["input_size"] if data.startswith(FOLDER) else None
+        recipe = change(recipe, data=data, augment="none", image_size=size)
+    with joined(device) as ranks, settings(recipe, ranks.device):
+        source = open_data(recipe, ranks, data_root, download)
+        theirs = {"num_classes": len(source.classes), "in_channels": source.channels, "input_size": source.size}
+        if theirs != shape:
+            raise ValueError(
+                f"{run.folder} was trained for {_described(shape)}; {recipe.data} has {_described(theirs)}"
+            )
+        found = evaluate(run.model.to(ranks.device), source, ranks, autocast_of(recipe, ranks.device))
+    step = None if run.result is not None else int(load_state(run.checkpoint)["step"])
+    return RunEvaluation(**vars(found), data=recipe.data, classes=tuple(source.classes), unfinished_after=step)
+
+
+def _described(shape: dict[str, int]) -> str:
+    """Return the shape of data in words."""
+    size = shape["input_size"]
+    return f"{shape['num_classes']} classes and images of {shape['in_channels']}×{size}×{size}"
