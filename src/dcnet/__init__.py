@@ -4,6 +4,8 @@ A convolution's output is ⟨w, x⟩ = ‖w‖‖x‖cos θ. A decoupled operato
 magnitude function h and the angular function g chosen from a catalogue, learned, or one's own.
 """
 
+from typing import Any
+
 from dcnet import robustness
 from dcnet.formulas import angular, angulars, at_least, learnable, m, magnitude, magnitudes, positive
 from dcnet.layers import (
@@ -30,10 +32,20 @@ from dcnet.layers import (
     sync_norms_,
     weight_gradients_,
 )
-from dcnet.models import create_model, list_models
+from dcnet.models import create_model, list_models, trust_model
 from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, fvcore_handles, patch_norm
-from dcnet.training import Callback, Recipe, Run, load, make_recipe, read_recipe, train
+from dcnet.training import Callback, Recipe, Run, finetune_recipe, load, make_recipe, read_recipe, train, trained_models
 from dcnet.version import __version__
+
+
+def __getattr__(name: str) -> Any:
+    """`HubModel` needs huggingface_hub, which is looked for only when it is asked for."""
+    if name == "HubModel":
+        from dcnet.training.huggingface import hub_model
+
+        return hub_model()
+    raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
+
 
 __all__ = [
     "Callback",
@@ -60,6 +72,7 @@ __all__ = [
     "decoupled_conv2d",
     "decoupled_conv3d",
     "decoupled_linear",
+    "finetune_recipe",
     "from_pretrained",
     "fvcore_handles",
     "learnable",
@@ -82,5 +95,7 @@ __all__ = [
     "robustness",
     "sync_norms_",
     "train",
+    "trained_models",
+    "trust_model",
     "weight_gradients_",
 ]

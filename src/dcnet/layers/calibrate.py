@@ -24,7 +24,7 @@ from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.observe import Moments, Observed, channels, evaluating, hooks
 from dcnet.ops import make_operator
 
-LOST = 0.02  # of the signal of a layer, by the bend of h
+LOST = 0.01  # of the signal of a layer, by the bend of h
 _RADII = [2.0 ** (i / 4) for i in range(25)]  # that are tried, in units of E{‖x‖}: 1, where a new layer has it, to 64
 
 

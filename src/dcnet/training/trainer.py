@@ -23,6 +23,7 @@ from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe, make_recipe
 from dcnet.training.run import Run
 from dcnet.training.settings import settings
+from dcnet.training.start import begin, go_on
 from dcnet.training.state import TrainingState
 from dcnet.training.tensorboard import TensorBoard
 from dcnet.util.provenance import provenance
@@ -62,8 +63,9 @@ def train(
             return Run(where)
         # a recipe that cannot be trained leaves no folder behind, and overwrites none
         data = open_data(recipe, ranks, data_root, download)
-        begun = not overwrite and (where / "checkpoint.safetensors").is_file()
-        state, per_epoch = _prepare(recipe, data, ranks, begun)
+        checkpoint = where / "checkpoint.safetensors"
+        begun = not overwrite and checkpoint.is_file()
+        state, per_epoch = _prepare(recipe, data, ranks, checkpoint if begun else None)
         if begun and (where / "recipe.json").is_file():
             check_length(Run(where), recipe, per_epoch)
         run = Run(ranks.from_first(lambda: place.enter(where)))
@@ -122,8 +124,10 @@ def open_data(
     return Resident(data, ranks.device, recipe.seed, recipe.augment, recipe.pad)
 
 
-def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: bool) -> tuple[TrainingState, int]:
-    """The state at its start (or, if the run has begun, before its checkpoint is restored), and the steps of an epoch."""
+def _prepare(
+    recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: Path | None
+) -> tuple[TrainingState, int]:
+    """The state at its start, and the steps of an epoch. begun: the checkpoint of a run that has begun, which is yet to be restored."""
     per_epoch = data.train_length // recipe.batch
     if per_epoch == 0:
         raise ValueError(
@@ -135,7 +139,8 @@ def _prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun
         )
     steps = total_steps(recipe, per_epoch)
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
-    state = TrainingState(recipe, shape, steps, ranks, begun)
+    start = begin(recipe, shape, data, ranks) if begun is None else go_on(recipe, shape, begun)
+    state = TrainingState(recipe, shape, steps, ranks, start)
     alone = recipe.batch == ranks.world * recipe.accumulate
     if alone and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in state.model.modules()):
         raise ValueError(
