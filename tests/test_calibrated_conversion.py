@@ -1,10 +1,12 @@
 """`decouple_(model, calibrate=batches)`: what a converted network keeps of the trained one, and what bad batches leave behind."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
+from torchvision_stub import make_torchvision_importable
 
 import dcnet
 from dcnet.layers import Block, Chain, calibrate
@@ -328,3 +330,40 @@ def test_nothing_to_convert():
         dcnet.decouple_(nn.Sequential(nn.Linear(3, 4)), calibrate=[torch.rand(2, 3)])
     with pytest.raises(ValueError, match="nothing to convert in this ReLU: it has no convolution"):
         dcnet.decouple_(nn.ReLU(), calibrate=[torch.rand(2, 3)])
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's packages
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet10t",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "resnetv2_50",
+                "densenet121",
+                "mobilenetv3_small_100",
+                "convnext_atto",
+                "vgg11_bn",
+                "regnety_002",
+            )
+        ),
+    ],
+)
+def test_networks_of_timm_start_exactly_too(name):
+    """Pre-activation, concatenated, gated and unnormalized layers: what follows a convolution is found in all of them."""
+    if find_spec("timm") is None:
+        pytest.skip("timm not installed")
+    make_torchvision_importable()
+    import timm
+
+    torch.manual_seed(0)
+    plain = timm.create_model(name, num_classes=10)
+    inputs = list(images(8, 3, 64, 64).split(4))
+    dcnet.recalibrate_(plain, inputs).eval()
+    model = copy.deepcopy(plain)
+    report = dcnet.decouple_(model, "linear", calibrate=inputs)
+    assert len(report.converted) > 8
+    with torch.no_grad():
+        expected, found = plain(inputs[0]), model(inputs[0])
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())
