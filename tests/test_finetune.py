@@ -240,7 +240,7 @@ def test_a_network_of_ones_own_is_imported_only_when_it_is_named(own, monkeypatc
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("without_convolutions", "nothing to convert in this Sequential"),
+        ("without_convolutions", "nothing to convert"),
         ("too_few_classes", "gives (2, 7) for 2 images; logits of shape (2, 10) are needed"),
         ("no_network", "makes a int; an nn.Module is needed"),
         ("calls", "is a list; a function or class"),
@@ -292,6 +292,32 @@ def test_networks_of_libraries(library, tmp_path):
         train(
             dcnet.make_recipe(**{**vars(recipe), "model": f"{library}:resnet_of_mine"}), tmp_path / "other", quiet=True
         )
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's packages
+def test_weights_by_the_library(monkeypatch):
+    """Nothing is downloaded: what the library would have downloaded is given here."""
+    if find_spec("torchvision") is None:
+        pytest.skip("torchvision not installed")
+    make_torchvision_importable()
+    from torchvision.models import _api, squeezenet1_1
+
+    from dcnet.models import create_external
+
+    known, asked = squeezenet1_1().state_dict(), []
+    monkeypatch.setattr(_api, "load_state_dict_from_url", lambda url, **options: asked.append(options) or known)
+    model = create_external("torchvision:squeezenet1_1", 7, 1, 64, pretrained=True)
+    assert torch.equal(model.net.features[0].weight, known["features.0.weight"])
+    assert model.net.classifier[1].weight.shape[0] == 7
+    assert asked[0]["weights_only"]
+    assert model.eval()(torch.rand(2, 1, 64, 64)).shape == (2, 7)
+
+    def fails(url, **options):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(_api, "load_state_dict_from_url", fails)
+    with pytest.raises(ValueError, match=r"cannot be made: OSError: no connection; give its weights as a file"):
+        create_external("torchvision:squeezenet1_1", 7, 1, 64, pretrained=True)
 
 
 def images_in(folder):

@@ -38,6 +38,10 @@ def test_the_code_trains(code, tmp_path, monkeypatch):
     exec(compile(code, str(PAGE), "exec"), scope)
     layers = decoupled_layers(scope["model"])
     assert layers
+    if "run" in scope:
+        x = torch.rand(2, 1, 8, 8)
+        assert torch.equal(scope["model"](x), scope["run"].model(x))
+        return
     if "report" in scope:
         assert scope["report"].converted == list(layers)
         return

@@ -95,7 +95,9 @@ def _of_torchvision(name: str, classes: int, channels: int, pretrained: bool) ->
         net = models.get_model(name, num_classes=classes)
         if pretrained:
             # all but the classifier, which has as many classes as ImageNet
-            known = models.get_model_weights(name).DEFAULT.get_state_dict(progress=False, check_hash=True)
+            known = models.get_model_weights(name).DEFAULT.get_state_dict(
+                progress=False, check_hash=True, weights_only=True
+            )
             here = net.state_dict()
             net.load_state_dict({k: v if v.shape == here[k].shape else here[k] for k, v in known.items() if k in here})
     return External(net, 3, Normalize(**_IMAGENET))
