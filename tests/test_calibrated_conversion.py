@@ -1,10 +1,12 @@
 """`decouple_(model, calibrate=batches)`: what a converted network keeps of the trained one, and what bad batches leave behind."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
+from torchvision_stub import make_torchvision_importable
 
 import dcnet
 from dcnet.layers import Block, Chain, calibrate
@@ -243,6 +245,16 @@ def test_a_layer_that_does_not_run_and_one_that_cannot_be_scaled_are_noted():
     assert any("no BatchNorm follows used" in note for note in report.notes)
 
 
+def test_kernels_that_are_shared_keep_their_length():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.Conv2d(3, 3, 3))
+    model[2].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    report = dcnet.decouple_(model, "tanh", calibrate=batches())
+    assert torch.equal(model[0].weight, before)
+    assert any("kernels that are shared" in note for note in report.notes)
+    assert [layer.weighting for layer in decoupled_layers(model).values()] == [None, None]
+
+
 def test_dead_and_zero_channels_stay_finite():
     plain = network()
     with torch.no_grad():
@@ -326,3 +338,40 @@ def test_nothing_to_convert():
         dcnet.decouple_(nn.Sequential(nn.Linear(3, 4)), calibrate=[torch.rand(2, 3)])
     with pytest.raises(ValueError, match=r"nothing to convert in this Sequential: 0: "):
         dcnet.decouple_(nn.Sequential(nn.Conv2d(3, 4, 1)), where=lambda *_: False, calibrate=[torch.rand(2, 3, 4, 4)])
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's packages
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet10t",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "resnetv2_50",
+                "densenet121",
+                "mobilenetv3_small_100",
+                "convnext_atto",
+                "vgg11_bn",
+                "regnety_002",
+            )
+        ),
+    ],
+)
+def test_networks_of_timm_start_exactly_too(name):
+    """Pre-activation, concatenated, gated and unnormalized layers: what follows a convolution is found in all of them."""
+    if find_spec("timm") is None:
+        pytest.skip("timm not installed")
+    make_torchvision_importable()
+    import timm
+
+    torch.manual_seed(0)
+    plain = timm.create_model(name, num_classes=10)
+    inputs = list(images(8, 3, 64, 64).split(4))
+    dcnet.recalibrate_(plain, inputs).eval()
+    model = copy.deepcopy(plain)
+    report = dcnet.decouple_(model, "linear", calibrate=inputs)
+    assert len(report.converted) > 8
+    with torch.no_grad():
+        expected, found = plain(inputs[0]), model(inputs[0])
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.abs().max())

@@ -486,7 +486,8 @@ def test_pretrained_start(tmp_path):
     (other.folder / "result.json").unlink()
     assert train(other.folder, resume=True).accuracy == other.result["accuracy"]
     with pytest.raises(
-        ValueError, match=r"pretrained=.* does not fit the recipe's network; for one: size mismatch for head.weight"
+        ValueError,
+        match=r"pretrained=.* does not fit the recipe's network; for one: size mismatch for stages.0.conv.weight",
     ):
         train(tmp_path / "other", pretrained=str(plain.folder), model="cnn9")
 

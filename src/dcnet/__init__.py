@@ -40,9 +40,9 @@ from dcnet.layers import (
     unfuse_,
     weight_gradients_,
 )
-from dcnet.models import create_model, list_models
+from dcnet.models import create_model, list_models, trust_model
 from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, fvcore_handles, patch_norm
-from dcnet.training import Callback, Recipe, Run, load, make_recipe, read_recipe, train
+from dcnet.training import Callback, Recipe, Run, finetune_recipe, load, make_recipe, read_recipe, train, trained_models
 from dcnet.version import __version__
 
 # Imported when they are asked for: they need matplotlib, or are for one command.
@@ -56,6 +56,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"dcnet.{name}")
     if name in _MOVED:
         return getattr(formulas, name)
+    if name == "HubModel":  # needs huggingface_hub
+        from dcnet.training.huggingface import hub_model
+
+        return hub_model()
     raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
 
 
@@ -95,6 +99,7 @@ __all__ = [
     "explain",
     "explanations",
     "export",
+    "finetune_recipe",
     "formulas",
     "from_pretrained",
     "fuse_",
@@ -118,6 +123,8 @@ __all__ = [
     "robustness",
     "sync_norms_",
     "train",
+    "trained_models",
+    "trust_model",
     "unfuse_",
     "weight_gradients_",
 ]

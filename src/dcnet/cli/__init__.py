@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import dcnet
-from dcnet.cli import attack, bench, evaluate, explore, export, figure, lists, predict, runs, table, train
+from dcnet.cli import attack, bench, evaluate, explore, export, figure, finetune, lists, predict, runs, table, train
 from dcnet.cli.common import say
 from dcnet.cli.help import CONTEXT, Command, Group
 
@@ -36,6 +36,9 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
 
 
 app.command(cls=Command, no_args_is_help=True)(train.with_recipe_flags(train.train))
+app.command(cls=Command, no_args_is_help=True)(
+    train.with_recipe_flags(finetune.finetune, without=("model", "pretrained"))
+)
 app.command(cls=Command)(evaluate.evaluate)
 app.command(cls=Command, no_args_is_help=True)(predict.predict)
 app.command(cls=Command)(runs.runs)

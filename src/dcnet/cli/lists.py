@@ -13,11 +13,11 @@ from dcnet.data import FOLDER, NAMES, load_data
 from dcnet.data.official import OFFICIAL
 from dcnet.formulas import Formula, angulars, magnitudes
 from dcnet.models import create_model, list_models
-from dcnet.training import RECIPES, make_recipe
+from dcnet.training import RECIPES, make_recipe, trained_models
 
 
 def models() -> None:
-    """List the networks."""
+    """List the networks, and the trained ones that come with dcnet."""
     rows = []
     for name in list_models():
         model = create_model(name, magnitude=None)
@@ -28,6 +28,13 @@ def models() -> None:
         "Networks, with 10 classes of 32×32 images in color",
         right=("parameters",),
     )
+    trained = [
+        [f"hub:{name}", f"{entry['data']}, {entry['model']}", entry["operator"], f"{entry['accuracy']:.2f}%"]
+        for name, entry in trained_models().items()
+    ]
+    if trained:
+        columns = ("name", "data, model", "operator", "test accuracy")
+        show_table(columns, trained, 'Trained networks: dcnet.load("hub:NAME")', right=columns[3:])
 
 
 def _structure(model: nn.Module) -> str:

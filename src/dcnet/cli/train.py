@@ -5,7 +5,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.data import NAMES
 from dcnet.formulas import angulars, magnitudes, parse_number
 from dcnet.inspection import inspect_run
-from dcnet.models import list_models
+from dcnet.models import is_external, list_models, trust_model
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, change, make_recipe, read_recipe
 from dcnet.training import train as train_recipe
 from dcnet.training.folder import LENGTH
@@ -64,20 +64,21 @@ def _completion(known: Iterable[str]) -> Callable[[str], list[str]] | None:
     return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
 
 
-def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command, with a flag for each field of a recipe; those that are given come as `given`."""
+def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+    """Return the command, with a flag for each field of a recipe but for some; those that are given come as `given`."""
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
+    entries = [entry for entry in fields(Recipe) if entry.name not in without]
 
     def called(**values: Any) -> None:
         given = {
             entry.name: value_of_flag(entry.name, values[entry.name])
-            for entry in fields(Recipe)
+            for entry in entries
             if values[entry.name] is not None
         }
         command(given=given, **{p.name: values[p.name] for p in own})
 
     flags = []
-    for entry in fields(Recipe):
+    for entry in entries:
         default = "none" if entry.default is None else entry.default
         flag = f"--{entry.name.replace('_', '-')}"
         switch = f"{flag}/--no-{flag[2:]}" if hints[entry.name] is bool else flag
@@ -100,24 +101,32 @@ def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"A named recipe ({', '.join(RECIPES)}), or a JSON file; flags override it.",
+        autocompletion=lambda: list(RECIPES),
+        metavar="RECIPE",
+    ),
+]
+RunOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Run folder; runs/… by name of data, network and operator if not given.",
+        parser=folder_path,
+        metavar="FOLDER",
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start again, whatever run is in the folder.")]
+WithTensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Write TensorBoard's files into the run folder too.")
+]
+
+
 def train(
     given: dict[str, Any],
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help=f"A named recipe ({', '.join(RECIPES)}), or a JSON file; flags override it.",
-            autocompletion=lambda: list(RECIPES),
-            metavar="RECIPE",
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            help="Run folder; runs/… by name of data, network and operator if not given.",
-            parser=folder_path,
-            metavar="FOLDER",
-        ),
-    ] = None,
+    recipe: RecipeOption = None,
+    run: RunOption = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -126,40 +135,39 @@ def train(
             metavar="FOLDER",
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again, whatever run is in the folder.")] = False,
+    overwrite: Overwrite = False,
     data_root: DataRoot = Path("data"),
     download: Download = False,
     device: Device = None,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard's files into the run folder too.")
-    ] = False,
+    tensorboard: WithTensorBoard = False,
 ) -> None:
     """Train a network by a recipe; under torchrun on several devices.
 
     For example: dcnet train --recipe paper-cifar --magnitude tanh --angular cosine --run runs/tanh
     """
-    first = os.environ.get("RANK", "0") == "0"  # torchrun's other processes stay silent
-    try:
+    if resume is not None:
+        _check_resumed(given, recipe, run, overwrite)
+
+    def choose() -> tuple[Recipe, Path | None]:
         theirs = [folder for folder in (resume, run, given.get("pretrained")) if folder is not None]
         register(formulas, map(Path, theirs) if trust_formulas else ())
         if resume is not None:
-            _check_resumed(given, recipe, run, overwrite)
-            folder: Path | None = resume
-            chosen = change(Run(resume).recipe, **given)
-        else:
-            chosen, folder = change(_base(recipe), **given), run
-        done = train_recipe(
-            chosen,
-            folder,
-            data_root=data_root,
-            download=download,
-            device=device,
-            tensorboard=tensorboard,
-            overwrite=overwrite,
-            extend=resume is not None,
-        )
+            return change(Run(resume).recipe, **given), resume
+        if is_external(given.get("model", "")) and not given["model"].startswith(("timm:", "torchvision:")):
+            trust_model(given["model"])  # the user has named it here
+        return change(base_recipe(recipe), **given), run
+
+    options = {"data_root": data_root, "download": download, "device": device, "tensorboard": tensorboard}
+    carry_out(choose, **options, overwrite=overwrite, extend=resume is not None)
+
+
+def carry_out(choose: Callable[[], tuple[Recipe, Path | None]], **options: Any) -> None:
+    """Train the recipe that is chosen, in its folder, and show what came out; `options` are those of `dcnet.train`."""
+    first = os.environ.get("RANK", "0") == "0"  # torchrun's other processes stay silent
+    try:
+        done = train_recipe(*choose(), **options)
         row = run_row(done)
     except (ValueError, OSError, RuntimeError, NonFiniteLoss, ImportError) as error:
         fail(error)
@@ -172,7 +180,7 @@ def train(
         with contextlib.suppress(
             ValueError, OSError, KeyboardInterrupt
         ):  # `dcnet report` makes what is missing, or says why it cannot
-            inspect_run(done, data_root)
+            inspect_run(done, options["data_root"])
 
 
 def _check_resumed(given: dict[str, Any], recipe: str | None, run: Path | None, overwrite: bool) -> None:
@@ -190,7 +198,7 @@ def _check_resumed(given: dict[str, Any], recipe: str | None, run: Path | None, 
         )
 
 
-def _base(recipe: str | None) -> Recipe:
+def base_recipe(recipe: str | None) -> Recipe:
     """Return the recipe of that name, or the one that the file holds."""
     if recipe is None or recipe in RECIPES or not (recipe.endswith(".json") or Path(recipe).is_file()):
         return make_recipe(recipe)

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcnet.layers.candidates import TWINS
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.observe import Moments, Observed, channels, evaluating, hooks
 from dcnet.ops import make_operator
 from dcnet.util.compat import BatchNorm
 
-LOST = 0.02  # of the signal of a layer, by the bend of h
+LOST = 0.01  # of the signal of a layer, by the bend of h
 _RADII = [2.0 ** (i / 4) for i in range(25)]  # that are tried, in units of E{‖x‖}: 1, where a new layer has it, to 64
 
 
@@ -35,13 +36,14 @@ def calibrate_(
     """Start converted layers as the module says; return notes on what could not be kept. Raise before a kernel or a BatchNorm is changed."""
     notes = [f"{name}: never ran on the batches, and starts uncalibrated" for name in layers if name not in observed]
     layers = {name: layer for name, layer in layers.items() if name in observed}
+    scaled = {name for name in layers if observed[name].norm is None and _scalable(name, layers)}
     for name, layer in layers.items():
-        if observed[name].norm is None and layer.weighting is None:
+        if name in scaled and layer.weighting is None:
             operator = layer.operator
             layer.operator = make_operator(operator.magnitude, operator.angular, "linear")
         if layer.raw_radius is not None:
             layer.raw_radius.fill_((_radius(layer, torch.cat(observed[name].norms, 1)) - 1e-4) ** 0.5)
-    measured = _measure(model, layers, observed, inputs)
+    measured = _measure(model, layers, observed, inputs, scaled)
     changes = {name: _scale_and_shift(observed[name].output, measured[name]) for name in layers}
     for name in layers:
         if not all(bool(value.isfinite().all()) for value in changes[name]):
@@ -53,23 +55,22 @@ def calibrate_(
         (a, d), norm = changes[name], observed[name].norm
         if norm is not None:
             _into_norm_(norm, a, observed[name].output, measured[name])
-        elif not _exact(layer):
-            if layer.weighting == "linear":
-                layer.weight.mul_(a.to(layer.weight).view(-1, *[1] * (layer.weight.dim() - 1)))
-                if layer.bias is not None:
-                    layer.bias.copy_(a * layer.bias + d)
-            else:
-                unscaled.append(name)
+        elif name in scaled and not _exact(layer):
+            layer.weight.mul_(a.to(layer.weight).view(-1, *[1] * (layer.weight.dim() - 1)))
+            if layer.bias is not None:
+                layer.bias.copy_(a * layer.bias + d)
+        elif name not in scaled and not _exact(layer):
+            unscaled.append(name)
     if unscaled:
         notes.append(
-            f"calibrate: no BatchNorm follows {', '.join(unscaled)}, and with weighting={layers[unscaled[0]].weighting!r} ‖w‖ is no scale; "
-            "the output's mean and deviation there are not the trained network's"
+            f"calibrate: no BatchNorm follows {', '.join(unscaled)}, and the length of a kernel is no scale there (weighting "
+            f"{layers[unscaled[0]].weighting!r}, kernels that are shared, or computed from others): mean and deviation of the output are other ones"
         )
     return notes
 
 
 def _measure(
-    model: nn.Module, layers: dict[str, Any], observed: dict[str, Observed], inputs: list[Tensor]
+    model: nn.Module, layers: dict[str, Any], observed: dict[str, Observed], inputs: list[Tensor], scaled: set[str]
 ) -> dict[str, Moments]:
     """Run the converted network with every layer's output brought to the trained one's mean and deviation; return its own, by name."""
     measured = {name: Moments() for name in layers}
@@ -82,7 +83,7 @@ def _measure(
             here.add(rows)
             measured[name].add(rows)
             a, d = _scale_and_shift(next(wanted, observed[name].output), here)
-            if observed[name].norm is None and (_exact(layer) or layer.weighting != "linear"):
+            if observed[name].norm is None and (_exact(layer) or name not in scaled):
                 return f
             if observed[name].norm is None and layer.bias is None:
                 d = torch.zeros_like(d)
@@ -126,6 +127,14 @@ def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
         norm.running_var.copy_(variance / a.square())
     if norm.weight is not None:
         norm.weight.mul_(((variance + a.square() * norm.eps) / (variance + norm.eps)).sqrt().to(norm.weight))
+
+
+def _scalable(name: str, layers: dict[str, Any]) -> bool:
+    """Whether multiplying a layer's kernels scales its output, or will with `weighting="linear"`, and nothing else."""
+    layer = layers[name]
+    shared = sum(other.weight is layer.weight for other in layers.values()) > 1
+    # a subclass may compute its kernels from the weight: standardized ones have no length
+    return layer.weighting in (None, "linear") and not shared and type(layer) in TWINS.values()
 
 
 def _exact(layer: Decoupled) -> bool:

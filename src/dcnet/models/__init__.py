@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dcnet.models.cnn import CNN
+from dcnet.models.external import check_logits, create_external, is_external, trust_model
 from dcnet.models.parts import LAYER_OPTIONS, Normalize, Parts
 from dcnet.models.resnet import ResNet, Root, Stage, gaussian_in_units_
 from dcnet.util.suggest import nearest
@@ -178,4 +179,12 @@ def create_model(
     return build(parts, Normalize(**given), **own, **arguments)
 
 
-__all__ = ["Normalize", "create_model", "list_models"]
+__all__ = [
+    "Normalize",
+    "check_logits",
+    "create_external",
+    "create_model",
+    "is_external",
+    "list_models",
+    "trust_model",
+]

@@ -5,18 +5,21 @@ from dcnet.training.callback import Callback
 from dcnet.training.diagnose import NonFiniteLoss
 from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.export import export_run
+from dcnet.training.finetune import finetune_recipe
 from dcnet.training.folder import open_run
+from dcnet.training.hub import add_to_hub, load, trained_models
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.recipe_data import open_data
 from dcnet.training.recipes import RECIPES, make_recipe, read_recipe, recorded
-from dcnet.training.run import Run, build_model, load, run_folders, save_weights
+from dcnet.training.run import Run, build_model, run_folders
 from dcnet.training.run_evaluation import RunEvaluation, evaluate_run
 from dcnet.training.run_prediction import Prediction, classes_of, predict_run
 from dcnet.training.settings import autocast_of, settings
 from dcnet.training.tensorboard import TensorBoard
 from dcnet.training.trainer import train
+from dcnet.training.weights import save_weights
 from dcnet.util.lock import InUse
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "Run",
     "RunEvaluation",
     "TensorBoard",
+    "add_to_hub",
     "attack_run",
     "autocast_of",
     "build_model",
@@ -40,6 +44,7 @@ __all__ = [
     "evaluate",
     "evaluate_run",
     "export_run",
+    "finetune_recipe",
     "joined",
     "load",
     "make_recipe",
@@ -52,4 +57,5 @@ __all__ = [
     "save_weights",
     "settings",
     "train",
+    "trained_models",
 ]

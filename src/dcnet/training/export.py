@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dcnet.data import FOLDER, ImageFolder, MissingData, load_data
 from dcnet.deploy import FORMATS, ExportReport, export
-from dcnet.training.run import Run, load, save_weights
+from dcnet.training.hub import load
+from dcnet.training.run import Run
+from dcnet.training.weights import save_weights
 from dcnet.util.suggest import nearest
 
 _IMAGES = 4

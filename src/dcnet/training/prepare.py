@@ -1,10 +1,13 @@
 """What a run needs before its first step: a recipe, and a state that fits the data."""
 
+from pathlib import Path
+
 from dcnet.data import ImageFolder, Resident
 from dcnet.training.folder import total_steps
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import make_recipe
+from dcnet.training.start import begin, go_on
 from dcnet.training.state import TrainingState
 from dcnet.util.compat import BatchNorm
 
@@ -22,10 +25,12 @@ def given_recipe(given: Recipe | str) -> Recipe:
     return given
 
 
-def prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: bool) -> tuple[TrainingState, int]:
+def prepare(
+    recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: Path | None
+) -> tuple[TrainingState, int]:
     """Return the state at its start, and the steps of an epoch.
 
-    If the run has begun, its checkpoint is yet to be restored.
+    begun: the checkpoint of a run that has begun, which is yet to be restored.
     """
     per_epoch = data.train_length // recipe.batch
     if per_epoch == 0:
@@ -38,7 +43,8 @@ def prepare(recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun:
         )
     steps = total_steps(recipe, per_epoch)
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
-    state = TrainingState(recipe, shape, steps, ranks, begun)
+    start = begin(recipe, shape, data, ranks) if begun is None else go_on(recipe, shape, begun)
+    state = TrainingState(recipe, shape, steps, ranks, start)
     alone = recipe.batch == ranks.world * recipe.accumulate
     if alone and any(isinstance(module, BatchNorm) for module in state.model.modules()):
         raise ValueError(

@@ -50,7 +50,9 @@ class Recipe:
 
     data: str = _option("digits", f"Data set: {', '.join(NAMES)}, or {FOLDER}PATH.")
     image_size: int | None = _option(None, "Size of the crops from an image folder (224 if not given).", low=8)
-    model: str = _option("cnn9_narrow", "Network; dcnet.list_models() has their names.")
+    model: str = _option(
+        "cnn9_narrow", "Network: a name of dcnet.list_models(), timm:NAME, torchvision:NAME, or MODULE:CALLABLE."
+    )
     magnitude: str | None = _option(
         "tanh", "Magnitude function, with parameters as in seg:beta=0.2; none for the plain network."
     )
@@ -72,7 +74,13 @@ class Recipe:
     )
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
     pretrained: str | None = _option(
-        None, "Run folder whose weights to start from: same structure, plain or decoupled."
+        None,
+        "Weights to start from, of the same structure: a run folder, a .safetensors file, or library for those of timm and torchvision.",
+    )
+    calibrate: int = _option(
+        0,
+        "Training batches on which a trained plain network, converted to the operator, is given back its means and deviations; 0 for none.",
+        low=0,
     )
 
     epochs: float = _option(3.0, "Passes over the training images.", above=0, below=1e9)
@@ -215,6 +223,7 @@ class Recipe:
             ("weighting", plain and weighted, decoupled),
             ("radius", plain and self.radius != "learned", decoupled),
             ("sync", plain and self.sync, decoupled),
+            ("calibrate", plain and self.calibrate > 0, decoupled),
             (
                 "projection",
                 weighted and self.projection > 0,
@@ -244,7 +253,7 @@ class Recipe:
         return "-".join(
             (
                 data,
-                self.model,
+                self.model.replace(":", "_"),
                 operator.replace(":", "_").replace("=", "").replace(",", "_").replace("/", "_"),
                 f"seed{self.seed}",
             )

@@ -4,38 +4,59 @@ Every other command reads such a folder and nothing else.
 """
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryFile
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import nn
 
 from dcnet.formulas import parse_number
-from dcnet.models import create_model
+from dcnet.layers import restore_conversion_
+from dcnet.models import create_external, create_model, is_external
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
 from dcnet.training.own_formulas import check_formulas
-from dcnet.training.own_formulas import trust_formulas as execute_formulas
 from dcnet.training.plain_kernels import normalize_ordinary_
 from dcnet.training.recipe import Recipe
-from dcnet.training.recipes import read_recipe, recorded
+from dcnet.training.recipes import read_recipe
 from dcnet.util.files import append_line, write_atomically, write_json
 
+Conversion = Mapping[str, Mapping[str, Any]]
 
-def build_model(recipe: Recipe, shape: dict[str, Any]) -> nn.Module:
-    """Return the recipe's network for data of that shape: num_classes, in_channels, input_size."""
-    options: dict[str, Any] = {}
-    if recipe.magnitude is not None:
+
+def layer_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of the recipe's decoupled layers, as `decouple_` and `create_model` take them; none for the plain network."""
+    if recipe.magnitude is None:
+        return {}
+    options: dict[str, Any] = {"weighting": recipe.weighting, "sync": recipe.sync}
+    if recipe.radius != "learned":
         try:
-            radius: str | float = recipe.radius if recipe.radius == "learned" else parse_number(recipe.radius)
+            options["radius"] = parse_number(recipe.radius)
         except ValueError:
             raise ValueError(f"recipe: radius={recipe.radius!r}; possible: learned, or a number > 0") from None
-        options = {"weighting": recipe.weighting, "sync": recipe.sync}
-        if radius != "learned":
-            options["radius"] = radius
+    return options
+
+
+def plain_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe of the plain network of the same structure."""
+    return replace(recipe, magnitude=None, weighting=None, radius="learned", sync=False, calibrate=0)
+
+
+def build_model(
+    recipe: Recipe, shape: dict[str, Any], conversion: Conversion | None = None, library_weights: bool = False
+) -> nn.Module:
+    """The recipe's network for data of that shape: num_classes, in_channels, input_size.
+
+    conversion: the layers that were converted, by `conversion_of`, of a network that was plain first. library_weights: those that the
+    library of the network has for it.
+    """
+    if conversion is not None:
+        return restore_conversion_(build_model(plain_recipe(recipe), shape), conversion)
+    if is_external(recipe.model):
+        return create_external(recipe.model, **shape, pretrained=library_weights)
+    options = layer_options(recipe)
     if recipe.penultimate_activation:
         options["penultimate_activation"] = True
     if not recipe.penultimate_norm:
@@ -187,6 +208,11 @@ class Run:
         return shape
 
     @property
+    def conversion(self) -> Conversion | None:
+        """The layers that were converted, with their options, of a network that was plain first; None for others."""
+        return load_state(self.checkpoint).get("conversion") if self.checkpoint.is_file() else None
+
+    @property
     def model(self) -> nn.Module:
         """The network with the weights of the last checkpoint, or their moving average, in evaluation mode.
 
@@ -196,56 +222,13 @@ class Run:
             raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
         check_formulas(self.folder, self.recipe)
         tensors, state = load_checkpoint(self.checkpoint)
-        model = build_model(self.recipe, state["shape"])
+        model = build_model(self.recipe, state["shape"], state.get("conversion"))
         try:
             weights = without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors)
             model.load_state_dict(weights | without_prefix("calibrated/", tensors))
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
-
-
-WEIGHTS = "dcnet weights 1"
-
-
-def save_weights(run: Run, path: Path) -> None:
-    """Write the weights of a run's network, with the recipe, into a file that `load` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in run.model.state_dict().items()}
-    about = {"recipe": asdict(run.recipe), "shape": run.shape, "result": run.result}
-    write_atomically(path, save(tensors, {"format": WEIGHTS, "about": json.dumps(about)}))
-
-
-def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
-    """Return the network of a run folder, or of a file of `save_weights`, in evaluation mode.
-
-    It maps images in [0, 1] to logits.
-
-    Args:
-        path: a run folder, or a file of `save_weights`.
-        trust_formulas: execute the copy of a user's formulas that the folder has, where they are not registered here.
-    """
-    if Path(path).suffix != ".safetensors":
-        if trust_formulas:
-            execute_formulas(Path(path))
-        return Run(path).model
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if metadata.get("format") != WEIGHTS:
-        raise ValueError(
-            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}"
-        )
-    about = json.loads(metadata["about"])
-    model = build_model(recorded(about["recipe"]), about["shape"])
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
-    return model.eval()
 
 
 def run_folders(folder: str | Path) -> list[Path]:

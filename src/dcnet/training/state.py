@@ -22,22 +22,21 @@ from dcnet.training.plain_kernels import OrdinaryProjection
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import recorded
-from dcnet.training.run import Run, build_model
+from dcnet.training.run import Run
 from dcnet.training.schedule import Schedule
 from dcnet.training.settings import autocast_of
+from dcnet.training.start import Start
 from dcnet.util.compat import lerp_all_
 
 
 class TrainingState:
     """The state of a run, and one step of it. `shape`: what `build_model` needs to know of the data."""
 
-    def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks, begun: bool = False) -> None:
+    def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks, start: Start) -> None:
         self.recipe, self.shape, self.ranks = recipe, shape, ranks
         if recipe.graphs:
             check_graphs(recipe, ranks)
-        model = build_model(recipe, shape)
-        if recipe.pretrained is not None and not begun:
-            _start_from(model, recipe.pretrained)
+        model, self.conversion = start.model, start.conversion
         order = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.order: torch.memory_format = order
         self.model = model.to(ranks.device, memory_format=order)  # type: ignore[call-overload]
@@ -208,6 +207,7 @@ class TrainingState:
             "images": self.images * self.ranks.world,
             "seconds": self.seconds,
             "shape": self.shape,
+            "conversion": self.conversion,
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "projection": None if self.projection is None else self.projection.state_dict(),
@@ -250,23 +250,6 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     )  # its name before torch 2.13
     options: dict[str, Any] = {switch: False}
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
-
-
-def _start_from(model: nn.Module, folder: str) -> None:
-    """Load the weights of another run, plain or decoupled, of the same structure."""
-    there = model.state_dict()
-    # another operator's radii and statistics stay behind
-    extras = ("raw_", "running_norm", "num_batches_tracked")
-    state = {
-        name: tensor
-        for name, tensor in Run(folder).model.state_dict().items()
-        if name in there or not name.split(".")[-1].startswith(extras)
-    }
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split("\n\t")[-1].split())  # one of many
-        raise ValueError(f"pretrained={folder!r} does not fit the recipe's network; for one: {reason}") from error
 
 
 class _Average:

@@ -75,8 +75,9 @@ def train(
             return Run(where)
         # a recipe that cannot be trained leaves no folder behind, and overwrites none
         data = open_data(recipe, ranks, data_root, download)
-        begun = not overwrite and (where / "checkpoint.safetensors").is_file()
-        state, per_epoch = prepare(recipe, data, ranks, begun)
+        checkpoint = where / "checkpoint.safetensors"
+        begun = not overwrite and checkpoint.is_file()
+        state, per_epoch = prepare(recipe, data, ranks, checkpoint if begun else None)
         if begun and (where / "recipe.json").is_file():
             check_length(Run(where), recipe, per_epoch)
         run = Run(ranks.from_first(lambda: place.enter(where)))

@@ -1,0 +1,115 @@
+"""Trained networks that come with dcnet, by name: `dcnet.load("hub:NAME")`.
+
+A folder holds them: `NAME.safetensors`, with recipe, formulas and results in the metadata, and `index.json`, a list with the name, data,
+accuracy and digest of each. The folder comes with the package; the environment variable DCNET_HUB names one that is looked at first.
+"""
+
+import hashlib
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dcnet.training.own_formulas import trust_formulas as execute_formulas
+from dcnet.training.run import Run, read_json
+from dcnet.training.weights import about_of, load_file, read_weights, save_weights
+from dcnet.util.files import write_json
+from dcnet.util.suggest import nearest
+
+PREFIX = "hub:"
+_INDEX = "index.json"
+_FIELDS = ("name", "data", "model", "operator", "accuracy", "parameters", "sha256")
+
+
+def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
+    """Return a trained network in evaluation mode: images in [0, 1] to logits.
+
+    path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
+    trust_formulas: execute the copy of formulas of one's own that the folder or file has, where they are not registered here.
+    """
+    if isinstance(path, str) and path.startswith(PREFIX):
+        return load_file(find_in_hub(path.removeprefix(PREFIX)), trust_formulas=trust_formulas)
+    if Path(path).suffix == ".safetensors":
+        return load_file(Path(path), trust_formulas=trust_formulas)
+    if trust_formulas:
+        execute_formulas(Path(path))
+    return Run(path).model
+
+
+def hub_folders() -> list[Path]:
+    """Return the folders that are looked at, the user's own first."""
+    own = os.environ.get("DCNET_HUB")
+    return [*([Path(own)] if own else []), Path(str(files("dcnet") / "hub"))]
+
+
+def trained_models() -> dict[str, dict[str, Any]]:
+    """Return the trained networks there are by name, with their data, model, operator and accuracy."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in hub_folders():
+        for entry in _index(folder):
+            found.setdefault(entry["name"], entry | {"file": folder / f"{entry['name']}.safetensors"})
+    return found
+
+
+def find_in_hub(name: str) -> Path:
+    """Return the file of a trained network; raise where there is none of that name, or the file is not the one that was trained."""
+    known = trained_models()
+    if name not in known:
+        there = ", ".join(known) or "none"
+        raise ValueError(f"no trained network {name!r}.{nearest(name, known)} There are: {there}")
+    path = known[name]["file"]
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent / _INDEX} has the trained network {name!r}, but there is no file {path}")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != known[name]["sha256"]:
+        raise ValueError(f"{path} is not the file that {path.parent / _INDEX} describes: its sha256 is another one")
+    return path  # type: ignore[no-any-return]
+
+
+def add_to_hub(run: Run, name: str, folder: str | Path) -> Path:
+    """Write the network of a finished run into a folder of trained networks, in bfloat16, and into its index; return the file."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
+        raise ValueError(f"name={name!r}; possible: small letters, digits, and - _ . between them")
+    result = run.result
+    if result is None:
+        raise ValueError(f"{run.folder} is not finished; only finished runs can be added")
+    folder = Path(folder)
+    others = [entry for entry in _index(folder) if entry["name"] != name]  # an error now rather than after writing
+    path = folder / f"{name}.safetensors"
+    save_weights(run, path, bf16=True)
+    recipe = run.recipe
+    operator = "plain" if recipe.magnitude is None else f"{recipe.magnitude} + {recipe.angular}"
+    about = about_of(path, read_weights(path)[1])
+    entry = {
+        "name": name,
+        "data": recipe.data,
+        "model": recipe.model,
+        "operator": operator if recipe.weighting is None else f"{operator}, weighting {recipe.weighting}",
+        "accuracy": round(result["accuracy"], 2),
+        "parameters": result["parameters"],
+        "epochs": result["epochs"],
+        "robustness": about["robustness"],
+        "bytes": path.stat().st_size,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    write_json(folder / _INDEX, sorted([*others, entry], key=lambda one: one["name"]), indent=2)
+    return path
+
+
+def _index(folder: Path) -> list[dict[str, Any]]:
+    path = folder / _INDEX
+    if not path.is_file():
+        return []
+    found = read_json(path)
+    if not isinstance(found, list) or not all(
+        isinstance(entry, dict) and set(entry) >= set(_FIELDS) for entry in found
+    ):
+        raise ValueError(
+            f"{path} is not an index of trained networks: a list of objects with {', '.join(_FIELDS)} is expected"
+        )
+    for entry in found:
+        if Path(str(entry["name"])).name != entry["name"]:
+            raise ValueError(f"{path} has the name {entry['name']!r}, which is not that of a file beside it")
+    return found

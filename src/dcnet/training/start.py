@@ -1,0 +1,117 @@
+"""Where a run starts: a network with new weights, with another's, or a trained plain one converted to the recipe's operator."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcnet.data import ImageFolder, Resident
+from dcnet.layers import conversion_of, decouple_, decoupled_layers
+from dcnet.layers.convert import CONVOLUTIONS
+from dcnet.models import check_logits, is_external
+from dcnet.training.checkpoint import load_state
+from dcnet.training.ranks import Ranks
+from dcnet.training.recipe import Recipe
+from dcnet.training.run import Conversion, Run, build_model, layer_options, plain_recipe
+from dcnet.training.weights import LIBRARY, Source, find_weights, load_weights_
+
+_STRUCTURE = (
+    *("norm", "activation", "penultimate_activation", "penultimate_norm"),
+    *("root_activation", "head", "plain_kernels"),
+)
+_OPERATOR = ("magnitude", "angular", "weighting", "radius")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A network, and which of its layers were converted after it was built, with their options; None where it was built as it is."""
+
+    model: nn.Module
+    conversion: Conversion | None = None
+
+
+def go_on(recipe: Recipe, shape: dict[str, int], checkpoint: Path) -> Start:
+    """Return the network of a run that has begun, before its checkpoint is loaded."""
+    conversion = load_state(checkpoint).get("conversion")
+    return Start(build_model(recipe, shape, conversion), conversion)
+
+
+def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder", ranks: Ranks) -> Start:
+    """Return the network that the recipe starts from; the weights are looked for before anything is built."""
+    external = is_external(recipe.model)
+    if external:
+        _check_structure(recipe)
+    source = None if recipe.pretrained is None else find_weights(recipe.pretrained)
+    if source == LIBRARY and not external:
+        raise ValueError(
+            f"pretrained={LIBRARY!r}: {recipe.model} is a network of ours, for which no library has weights"
+        )
+    if isinstance(source, Run) and source.conversion is not None:
+        return _as_it_was(recipe, shape, source)
+    if not external and not recipe.calibrate:
+        model = build_model(recipe, shape)
+        if source is not None:
+            load_weights_(model, source)
+        return Start(model)
+    if isinstance(source, Run) and source.recipe.magnitude is not None:
+        raise ValueError(
+            f"calibrate={recipe.calibrate}: the network in {source.folder} is decoupled already ({source.recipe.magnitude}); "
+            "possible: a plain network's weights, or calibrate=0"
+        )
+    return _converted(recipe, shape, source, _Batches(recipe, data, ranks))
+
+
+def _as_it_was(recipe: Recipe, shape: dict[str, int], source: Run) -> Start:
+    """A network that was converted once goes on as it is."""
+    there, here = asdict(source.recipe), asdict(recipe)
+    other = [f"{name}={there[name]!r} there, {here[name]!r} here" for name in _OPERATOR if there[name] != here[name]]
+    if other:
+        raise ValueError(
+            f"the network in {source.folder} was converted already: {', '.join(other)}; start from the plain one"
+        )
+    start = go_on(recipe, shape, source.checkpoint)
+    load_weights_(start.model, source)
+    return start
+
+
+def _converted(recipe: Recipe, shape: dict[str, int], source: "Source | None", batches: "_Batches") -> Start:
+    model = build_model(plain_recipe(recipe), shape, library_weights=source == LIBRARY)
+    if source is not None and source != LIBRARY:
+        load_weights_(model, source)
+    model.to(batches.ranks.device)
+    check_logits(model, recipe.model, next(iter(batches))[:2], shape["num_classes"])
+    if recipe.magnitude is None:
+        return Start(model)
+    options: dict[str, Any] = {"types": CONVOLUTIONS}
+    if not is_external(recipe.model):  # the layers that the network has decoupled when it is made so
+        names = set(decoupled_layers(build_model(recipe, shape))) - set(decoupled_layers(model))
+        options = {"types": (*CONVOLUTIONS, nn.Linear), "where": lambda name, module: name in names}
+    calibrate = batches if recipe.calibrate else None
+    report = decouple_(model, recipe.magnitude, recipe.angular, calibrate=calibrate, **options, **layer_options(recipe))
+    if not report.converted:
+        raise ValueError(f"nothing was converted in {recipe.model}: {report}")
+    return Start(model, {name: how for name, how in conversion_of(model).items() if name in report.converted})
+
+
+class _Batches:
+    """The first training batches, the same on all ranks."""
+
+    def __init__(self, recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks) -> None:
+        self.recipe, self.data, self.ranks = recipe, data, ranks
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for images, _ in islice(self.data.train_batches(0, 0, self.recipe.batch), max(1, self.recipe.calibrate)):
+            yield images
+
+
+def _check_structure(recipe: Recipe) -> None:
+    """Raise where the recipe wants something of another library's network that only ours have."""
+    usual = Recipe()
+    for name in _STRUCTURE:
+        if getattr(recipe, name) != getattr(usual, name):
+            raise ValueError(
+                f"recipe: {name}={getattr(recipe, name)!r} is for dcnet's own networks; {recipe.model} is as its library makes it"
+            )

@@ -1,0 +1,190 @@
+"""Weights in files: safetensors with recipe and formulas in their metadata, and other people's; pickles are never loaded."""
+
+import json
+import tempfile
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from dcnet.robustness.records import check_up_at, eps_of
+from dcnet.training.checkpoint import FORMAT as CHECKPOINT
+from dcnet.training.own_formulas import FILE as FORMULAS
+from dcnet.training.own_formulas import check_formulas
+from dcnet.training.own_formulas import trust_formulas as execute_formulas
+from dcnet.training.recipe import Recipe
+from dcnet.training.recipes import recorded
+from dcnet.training.run import Run, build_model
+from dcnet.util.files import write_atomically
+
+WEIGHTS = "dcnet weights 1"
+LIBRARY = "library"
+Source = Run | Path | str
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar")
+_EXTRAS = ("raw_", "running_norm", "num_batches_tracked")  # that only decoupled layers (and BatchNorm) have
+
+
+def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
+    """Write the weights of a run's network into a file that `load` reads: without the optimizer's state, with recipe and formulas.
+
+    bf16: parameters in bfloat16, half as large; running averages stay as they are.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = run.model
+    parameters = {name for name, _ in model.named_parameters()} if bf16 else set()
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if name in parameters else tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    where = run.recipe.pretrained
+    about = {
+        "recipe": asdict(run.recipe) | {"pretrained": where and Path(where).name},  # not where it lay on this machine
+        "shape": run.shape,
+        "result": run.result,
+        "conversion": run.conversion,
+        "robustness": robustness_of(run),
+    }
+    metadata = {"format": WEIGHTS, "about": json.dumps(about)}
+    if (run.folder / FORMULAS).is_file():
+        metadata["formulas"] = (run.folder / FORMULAS).read_text(encoding="utf-8")
+    write_atomically(path, save(tensors, metadata))
+
+
+def robustness_of(run: Run) -> dict[str, Any] | None:
+    """Return in short what attacks on the run found: accuracies, and what the check-up says of them; None where there were none."""
+    records = [record for record in run.attacks if not record["transfer"]]
+    if not records:
+        return None
+    last = records[-1]
+    left = {entry["attack"]: entry["accuracy"] for entry in last["attacks"] if "accuracy" in entry}
+    check_up = check_up_at(records, eps) if (eps := eps_of(last)) is not None else None
+    verdict = None if check_up is None else check_up["verdict"]
+    return {
+        "images": last.get("images"),
+        "eps": last.get("eps"),
+        "clean": last.get("clean"),
+        "attacks": left,
+        "verdict": verdict,
+    }
+
+
+def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a safetensors file and its metadata."""
+    path = Path(path)
+    if path.suffix.lower() in _PICKLES:
+        raise ValueError(
+            f"{path} is a pickle by its name, and pickles, which can execute code, are never loaded; possible: a .safetensors file "
+            "(safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors') makes one of it)"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path} (looked at {path.resolve()})")
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def load_file(path: Path, *, trust_formulas: bool = False) -> nn.Module:
+    """Return the network of a file of `save_weights`, in evaluation mode."""
+    tensors, metadata = read_weights(path)
+    about = about_of(path, metadata)
+    recipe = recorded(about["recipe"])
+    check_own_formulas(path, metadata.get("formulas"), recipe, trust_formulas)
+    model = build_model(recipe, about["shape"], about.get("conversion"))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
+    return model.eval()
+
+
+def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """Return what a file of `save_weights` says of its network: recipe, shape, result, conversion, robustness."""
+    if metadata.get("format") != WEIGHTS:
+        raise ValueError(
+            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}"
+        )
+    try:
+        about = json.loads(metadata["about"])
+        assert isinstance(about, dict)
+        assert {"recipe", "shape"} <= set(about)
+    except (KeyError, ValueError, AssertionError) as error:
+        raise ValueError(f"{path} is damaged: what it says of its network cannot be read") from error
+    return about
+
+
+def check_own_formulas(path: Path, text: str | None, recipe: Recipe, trust: bool = False) -> None:
+    """Check formulas of one's own against those known here, or execute the file's own where it is trusted."""
+    with tempfile.TemporaryDirectory() as folder:
+        if text is not None:
+            (Path(folder) / FORMULAS).write_text(text, encoding="utf-8")
+        try:
+            if trust:
+                execute_formulas(Path(folder))
+            check_formulas(Path(folder), recipe)
+        except ValueError as error:
+            raise type(error)(str(error).replace(folder, str(path))) from None
+
+
+def find_weights(name: str) -> Source:
+    """Return where weights are: a run, a file, or "library"; raise where there are none."""
+    if name == LIBRARY:
+        return LIBRARY
+    path = Path(name)
+    if path.is_dir():
+        run = Run(path)
+        run.shape  # noqa: B018  # raises where it has no checkpoint
+        return run
+    if path.suffix.lower() == ".safetensors" or path.suffix.lower() in _PICKLES or path.is_file():
+        _, metadata = read_weights(path)
+        if metadata.get("format") == CHECKPOINT:
+            raise ValueError(f"{path} is the checkpoint of a run; give its folder: {path.parent}")
+        return path
+    raise FileNotFoundError(
+        f"{name} is not a run folder, and not a file (looked at {path.resolve()}); possible: a run folder, a .safetensors file, "
+        f"or {LIBRARY} for the weights of timm and torchvision"
+    )
+
+
+def load_weights_(model: nn.Module, source: Source) -> None:
+    """Load them into a network of the same structure. A classifier of other classes starts anew, and a warning says so."""
+    if isinstance(source, Run):
+        name, tensors = str(source.folder), source.model.state_dict()
+    else:
+        name, tensors = str(source), read_weights(source)[0]
+    there = model.state_dict()
+    if not set(tensors) & set(there) and all(f"net.{key}" in there for key in tensors):  # as their library has them
+        tensors = {f"net.{key}": tensor for key, tensor in tensors.items()}
+    # another operator's radii and statistics stay behind
+    tensors = {k: v for k, v in tensors.items() if k in there or not k.split(".")[-1].startswith(_EXTRAS)}
+    other = [key for key in tensors if key in there and tensors[key].shape != there[key].shape]
+    classifier = _classifier(model)
+    wrong = [key for key in other if key.rpartition(".")[0] != classifier]
+    if wrong:
+        shapes = f"shape {tuple(tensors[wrong[0]].shape)} there, {tuple(there[wrong[0]].shape)} here"
+        raise ValueError(
+            f"pretrained={name!r} does not fit the recipe's network; for one: size mismatch for {wrong[0]}, {shapes}"
+        )
+    if other:
+        warnings.warn(
+            f"the classifier {classifier} starts anew: {name} has {len(tensors[other[0]])} classes, the data {len(there[other[0]])}",
+            stacklevel=2,
+        )
+        tensors |= {key: there[key] for key in other}
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split("\n\t")[-1].split())  # one of many
+        raise ValueError(f"pretrained={name!r} does not fit the recipe's network; for one: {reason}") from error
+
+
+def _classifier(model: nn.Module) -> str:
+    """Return the name of the last linear layer or convolution, which gives the logits."""
+    kinds = (nn.Linear, nn.Conv2d)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1]  # type: ignore[no-any-return]

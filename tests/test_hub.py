@@ -1,0 +1,235 @@
+"""Trained networks by name, files of weights that describe themselves, the Hugging Face hub, and model cards."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import dcnet
+from dcnet.training import Run, add_to_hub, load, save_weights, train
+from dcnet.training.card import model_card
+from dcnet.training.hub import hub_folders
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return train(dcnet.make_recipe("demo", magnitude="seg", angular="square_cosine", steps=30), folder, quiet=True)
+
+
+def images(count=16):
+    return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+# -- what comes with dcnet ------------------------------------------------------------------------------------------------
+
+
+def test_the_networks_that_come_with_dcnet_are_as_good_as_they_say():
+    from dcnet.data import load_data
+
+    entries = {name: entry for name, entry in dcnet.trained_models().items() if entry["data"] == "digits"}
+    assert entries
+    data = load_data("digits")
+    for name, entry in entries.items():
+        model = load(f"hub:{name}")
+        assert not model.training
+        with torch.no_grad():
+            right = model(data.test.images.float() / 255).argmax(1) == data.test.labels
+        assert 100.0 * float(right.float().mean()) == pytest.approx(entry["accuracy"], abs=0.6)  # bfloat16
+        assert sum(p.numel() for p in model.parameters()) == entry["parameters"]
+
+
+def test_every_file_that_comes_with_dcnet_can_be_loaded():
+    for name, entry in dcnet.trained_models().items():
+        assert load(f"hub:{name}") is not None
+        assert entry["file"].stat().st_size == entry["bytes"]
+
+
+def test_the_command_line_lists_them():
+    from typer.testing import CliRunner
+
+    from dcnet.cli import app
+
+    shown = CliRunner().invoke(app, ["models"])
+    assert shown.exit_code == 0
+    for name in dcnet.trained_models():
+        assert f"hub:{name}" in shown.output
+
+
+def test_an_unknown_name_says_what_there_is():
+    name = next(iter(dcnet.trained_models()))
+    with pytest.raises(ValueError, match=f"no trained network '{name}x'. Did you mean '{name}'"):
+        load(f"hub:{name}x")
+
+
+# -- a folder of one's own ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_into_a_folder_and_comes_out(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DCNET_HUB", str(tmp_path))
+    path = add_to_hub(run, "small-seg", tmp_path)
+    entry = dcnet.trained_models()["small-seg"]
+    assert (entry["data"], entry["operator"], entry["accuracy"]) == (
+        *("digits", "seg + square_cosine"),
+        round(run.accuracy, 2),
+    )
+    model = load("hub:small-seg")
+    torch.testing.assert_close(model(images()), run.model(images()), rtol=0.05, atol=0.1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with safe_open(path, "pt") as file:
+        kinds = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    assert kinds["stages.0.conv.weight"] == torch.bfloat16
+    assert kinds["stages.0.conv.running_norm"] == kinds["stages.0.norm.running_var"] == torch.float32
+    assert add_to_hub(run, "small-seg", tmp_path) == path  # again: replaced, not repeated
+    assert len(json.loads((tmp_path / "index.json").read_text())) == 1
+    assert hub_folders()[0] == tmp_path
+
+
+def test_a_damaged_folder_is_said_to_be_one(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("DCNET_HUB", str(tmp_path))
+    path = add_to_hub(run, "small", tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    with pytest.raises(ValueError, match="its sha256 is another one"):
+        load("hub:small")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="but there is no file"):
+        load("hub:small")
+    entry = json.loads((tmp_path / "index.json").read_text())[0]
+    for damaged, words in (
+        ("[", "is damaged"),
+        ("{}", "is not an index of trained networks"),
+        ('[{"name": "x"}]', "is not an index of trained networks"),
+        (json.dumps([entry | {"name": "../x"}]), "not that of a file beside it"),
+    ):
+        (tmp_path / "index.json").write_text(damaged)
+        with pytest.raises(ValueError, match=words):
+            load("hub:small")
+    with pytest.raises(ValueError, match="name='A b'; possible: small letters"):
+        add_to_hub(run, "A b", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+# -- files that describe themselves ---------------------------------------------------------------------------------------
+
+
+def test_a_converted_network_goes_through_a_file(run, tmp_path):
+    plain = train(dcnet.make_recipe(magnitude=None, steps=2), tmp_path / "plain", quiet=True)  # without a norm
+    tuned = train(dcnet.finetune_recipe(str(plain.folder), magnitude="ball", steps=1), tmp_path / "tuned", quiet=True)
+    save_weights(tuned, tmp_path / "tuned.safetensors")
+    assert torch.equal(load(tmp_path / "tuned.safetensors")(images()), tuned.model(images()))
+
+
+def test_formulas_of_ones_own_travel_with_the_file_and_are_not_executed(tmp_path):
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import dcnet\n\n\n@dcnet.magnitude(replace=True)\ndef travelling(n, alpha: dcnet.positive = 1.0):\n"
+        '    """α·‖x‖"""\n    return alpha * n, alpha\n'
+    )
+    code = compile(source.read_text(), str(source), "exec")
+    exec(code, {"__name__": "mine"})
+    from dcnet.formulas.catalogue import _CATALOGUES
+
+    try:
+        own = train(dcnet.make_recipe("demo", magnitude="travelling", steps=1), tmp_path / "run", quiet=True)
+        save_weights(own, tmp_path / "own.safetensors")
+        expected = own.model(images())
+    finally:
+        del _CATALOGUES["magnitude"]["travelling"]
+    with pytest.raises(ValueError, match="'travelling', which is not known here"):
+        load(tmp_path / "own.safetensors")
+    assert "travelling" not in dcnet.magnitudes()
+    try:
+        assert torch.equal(load(tmp_path / "own.safetensors", trust_formulas=True)(images()), expected)
+    finally:
+        _CATALOGUES["magnitude"].pop("travelling", None)
+
+
+def test_files_that_are_not_ours(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="does not hold weights of ours"):
+        load(tmp_path / "foreign.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "odd.safetensors", {"format": "dcnet weights 1", "about": "[]"})
+    with pytest.raises(ValueError, match="is damaged: what it says of its network cannot be read"):
+        load(tmp_path / "odd.safetensors")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        load(tmp_path / "missing.safetensors")
+
+
+# -- model cards, and the Hugging Face hub --------------------------------------------------------------------------------
+
+
+def test_a_card_says_what_is_known(run):
+    about = {"recipe": vars(run.recipe), "shape": run.shape, "result": run.result, "robustness": None}
+    card = model_card(about, "me/net")
+    for words in (
+        "`seg` magnitude, `square_cosine` angle",
+        "digits: 10 classes, 1×8×8",
+        f"{run.accuracy:.2f}%",
+        "me/net",
+    ):
+        assert words in card
+    assert "Not attacked" in card
+    found = {"images": 100, "eps": 8 / 255, "clean": 97.0, "attacks": {"pgd": 12.5}, "verdict": "no sign of masking"}
+    card = model_card(about | {"robustness": found, "conversion": {"a": {}}})
+    for words in ("| pgd | 12.50% |", "ε = 8/255, 100 images", "Check-up: no sign of masking", "converted | 1 layers"):
+        assert words in card
+    assert "may say little" in model_card(about | {"robustness": found | {"verdict": None}})
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    import sys
+
+    from dcnet.training.huggingface import hub_model
+
+    hub_model.cache_clear()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"pip install 'dcnet\[hub\]'"):
+        _ = dcnet.HubModel
+    hub_model.cache_clear()
+    with pytest.raises(AttributeError, match="has no attribute 'HubModels'"):
+        _ = dcnet.HubModels
+
+
+def test_through_the_hugging_face_format(run, tmp_path, capsys):
+    pytest.importorskip("huggingface_hub")
+    run.write_attacks([])
+    model = dcnet.HubModel.from_run(run.folder)
+    model.save_pretrained(tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["README.md", "config.json", "model.safetensors"]
+    assert "Not attacked" in (tmp_path / "saved" / "README.md").read_text()
+    again = dcnet.HubModel.from_pretrained(str(tmp_path / "saved"))
+    assert torch.equal(again(images()), run.model(images()))
+    assert again.about["recipe"]["magnitude"] == "seg"
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config["shape"]["num_classes"] = 7
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"does not fit the recipe in config\.json"):
+        dcnet.HubModel.from_pretrained(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="pickles are never loaded"):
+        dcnet.HubModel._load_as_pickle(None, "model.bin", "cpu", True)
+
+
+def test_what_is_pushed_is_what_is_saved(run, monkeypatch):
+    """Nothing is sent: the client is another one here."""
+    hub = pytest.importorskip("huggingface_hub")
+    sent = {}
+
+    class Client:
+        def __init__(self, *arguments, **options):
+            pass
+
+        def create_repo(self, repo_id, **options):
+            return type("Repo", (), {"repo_id": repo_id})()
+
+        def upload_folder(self, folder_path, **options):
+            sent.update({name: os.path.getsize(os.path.join(folder_path, name)) for name in os.listdir(folder_path)})
+
+    monkeypatch.setattr(hub.hub_mixin, "HfApi", Client)
+    dcnet.HubModel.from_run(run.folder).push_to_hub("me/net")
+    assert set(sent) == {"README.md", "config.json", "model.safetensors"}
+    assert Run(run.folder).result is not None
