@@ -174,6 +174,9 @@ def _export(
     ready, inputs = prepare(original, arguments).to(dtype), cast_inputs(arguments, dtype)
     notes: list[str] = []
     resized = other_size(original, arguments) if dynamic else None
+    if resized is not None and _pads_by_size(original):  # formulas of sizes in sizes in sizes take an exporter forever
+        resized = None
+        notes.append("not for any size: some layers pad by the size that their input has (SAME)")
     plans: tuple[tuple[str, ...], ...] = (DYNAMIC, DYNAMIC[:1], ()) if resized is not None else (DYNAMIC[:1], ())
     for free in plans if dynamic else ((),):
         try:
@@ -194,6 +197,11 @@ def _export(
         name = str(dtype).removeprefix("torch.")
         return data, ExportReport(path, to, len(data), 0.0, name, really, checked, notes=notes, **details)
     raise AssertionError("unreachable")
+
+
+def _pads_by_size(model: nn.Module) -> bool:
+    """Tell whether a model has layers of timm that pad as TensorFlow does, or their decoupled twins."""
+    return any(getattr(m, "same_pad", type(m).__name__ == "Conv2dSame") is True for m in model.modules())
 
 
 def _onnx(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[bytes, Runner, dict[str, Any]]:
