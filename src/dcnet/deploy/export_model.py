@@ -1,6 +1,7 @@
 """`export`: a model into a file for other programs, checked against the model itself before the file appears."""
 
 import copy
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -133,6 +134,9 @@ def _check(model: nn.Module, path: Path, opset: int) -> None:
         raise TypeError(f"export takes a model, got {type(model).__name__}")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the path of a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):  # before a long computation rather than after it
+        raise ValueError(f"{path} cannot be written: {folder} is {'not writable' if folder.is_dir() else 'a file'}")
     if opset not in onnx_format.OPSETS:
         raise ValueError(
             f"opset={opset!r} is not possible; possible: {onnx_format.OPSETS[0]} to {onnx_format.OPSETS[-1]}"
