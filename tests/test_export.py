@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dcnet.cli import app
 from dcnet.deploy import check, onnx_format, prepare
 from dcnet.layers import Block, Chain, Decoupled
 from dcnet.layers.inference import Inference
+from dcnet.layers.own_arithmetic import DecoupledConv2dSame
 from dcnet.layers.recording import operations
 
 GEOMETRIES = [
@@ -208,14 +210,26 @@ def test_a_size_that_the_model_fixes_is_fixed_in_the_file(tmp_path):
     model = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 64, 2)).eval()
     report = dcnet.export(model, tmp_path / "model.pt2", example_input=torch.randn(1, 3, 8, 8))
     assert report.dynamic == ("batch",)
+    assert [one.shapes[0][0] for one in report.checked] == [1, 3]
     assert "for any batch, this size" in str(report)
     fixed = dcnet.export(model, tmp_path / "fixed.pt2", example_input=(torch.randn(1, 3, 8, 8),), dynamic=False)
     assert fixed.dynamic == ()
 
 
+def test_layers_that_pad_by_size(tmp_path):
+    for magnitude in ("ball", "linear"):
+        layer = DecoupledConv2dSame(3, 4, 3, stride=2, magnitude=magnitude, weighting="linear")
+        model, x = nn.Sequential(layer, nn.BatchNorm2d(4)).eval(), torch.randn(2, 3, 9, 9)
+        report = dcnet.export(model, tmp_path / f"{magnitude}.pt2", example_input=x)
+        assert report.dynamic == ("batch",)
+        assert "pad by the size that their input has" in report.notes[0]
+        found = torch.export.load(tmp_path / f"{magnitude}.pt2").module()(x)
+        torch.testing.assert_close(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_bad_input_writes_nothing(tmp_path, monkeypatch):
     model, x = network()
-    path = tmp_path / "model.pt2"
+    path, file = tmp_path / "model.pt2", Path(__file__)
     for options, error, message in (
         (
             {"path": tmp_path / "model.bin"},
@@ -224,6 +238,7 @@ def test_bad_input_writes_nothing(tmp_path, monkeypatch):
         ),
         ({"to": "onx"}, ValueError, "to='onx' is unknown. Did you mean 'onnx'"),
         ({"path": tmp_path, "to": "onnx"}, ValueError, "is a folder"),
+        ({"path": file / "model.pt2"}, ValueError, "cannot be written: .* is a file"),
         ({"opset": 9}, ValueError, "opset=9 is not possible; possible: 18 to 23"),
         ({"example_input": None}, ValueError, "needs example_input"),
         ({"example_input": {"x": x}}, TypeError, "must be a tensor or a tuple"),

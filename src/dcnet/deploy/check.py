@@ -88,7 +88,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def other_batches(arguments: Arguments) -> list[Arguments]:
     """Return the same inputs as batches of another size: the first image alone, and three."""
-    return [with_batch(arguments, count) for count in (1, 3)]
+    batch = next((len(value) for value in tensors(arguments) if value.dim()), 0)
+    return [with_batch(arguments, count) for count in (1, 3) if count != batch]
 
 
 def with_batch(arguments: Arguments, count: int) -> Arguments:

@@ -1,6 +1,7 @@
 """`export`: a model into a file for other programs, checked against the model itself before the file appears."""
 
 import copy
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -133,6 +134,9 @@ def _check(model: nn.Module, path: Path, opset: int) -> None:
         raise TypeError(f"export takes a model, got {type(model).__name__}")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the path of a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):  # before a long computation rather than after it
+        raise ValueError(f"{path} cannot be written: {folder} is {'not writable' if folder.is_dir() else 'a file'}")
     if opset not in onnx_format.OPSETS:
         raise ValueError(
             f"opset={opset!r} is not possible; possible: {onnx_format.OPSETS[0]} to {onnx_format.OPSETS[-1]}"
@@ -174,6 +178,9 @@ def _export(
     ready, inputs = prepare(original, arguments).to(dtype), cast_inputs(arguments, dtype)
     notes: list[str] = []
     resized = other_size(original, arguments) if dynamic else None
+    if resized is not None and _pads_by_size(original):  # formulas of sizes in sizes in sizes take an exporter forever
+        resized = None
+        notes.append("not for any size: some layers pad by the size that their input has (SAME)")
     plans: tuple[tuple[str, ...], ...] = (DYNAMIC, DYNAMIC[:1], ()) if resized is not None else (DYNAMIC[:1], ())
     for free in plans if dynamic else ((),):
         try:
@@ -194,6 +201,11 @@ def _export(
         name = str(dtype).removeprefix("torch.")
         return data, ExportReport(path, to, len(data), 0.0, name, really, checked, notes=notes, **details)
     raise AssertionError("unreachable")
+
+
+def _pads_by_size(model: nn.Module) -> bool:
+    """Tell whether a model has layers of timm that pad as TensorFlow does, or their decoupled twins."""
+    return any(getattr(m, "same_pad", type(m).__name__ == "Conv2dSame") is True for m in model.modules())
 
 
 def _onnx(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[bytes, Runner, dict[str, Any]]:

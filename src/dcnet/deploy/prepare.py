@@ -29,7 +29,9 @@ def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
             )
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     couple_(ready)
-    lean = {layer: Inference(layer).eval() for layer in decoupled_layers(ready).values()}
+    # a plain convolution that couple_ had to leave, for its padding or a parametrization, needs no norms either way
+    left = [layer for layer in decoupled_layers(ready).values() if not layer.operator.is_inner_product]
+    lean = {layer: Inference(layer).eval() for layer in left}
     if ready in lean:
         return lean[ready]
     for module in list(ready.modules()):

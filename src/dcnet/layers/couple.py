@@ -125,7 +125,7 @@ def _reason_to_leave(layer: Decoupled) -> str:
     if isinstance(layer, LazyModuleMixin):
         return "its shape is not known yet; run the model once"
     if isinstance(layer, DecoupledConv2dSame) and layer.same_pad:
-        return "it pads its input by the size that has, which nn.Conv2d does not"
+        return "it pads its input by the size of that, which nn.Conv2d does not"
     if parametrize.is_parametrized(layer) or layer._parameters.get("weight") is None:
         return "its weight is computed from other parameters; take the parametrization off first"
     return ""
