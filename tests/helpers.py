@@ -33,9 +33,12 @@ PLAIN = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 def needs(package):
     """The module of that name, or else a skip that names it; where everything should be installed (`make ecosystem`), an error."""
-    if os.environ.get("DCNET_ECOSYSTEM"):
-        return importlib.import_module(package)
-    return pytest.importorskip(package, reason=f"{package} is not installed; `make ecosystem` installs it")
+    try:
+        if os.environ.get("DCNET_ECOSYSTEM"):
+            return importlib.import_module(package)
+        return pytest.importorskip(package, reason=f"{package} is not installed; `make ecosystem` installs it")
+    except RuntimeError as error:  # torchvision built for another torch, with CUDA or without
+        return pytest.fail(f"{package} is installed, but not in a build that fits torch {torch.__version__}: {error}")
 
 
 def learned_by(angular):

@@ -218,7 +218,7 @@ def test_without_constants_pixels_are_the_whole_logit():
 )
 def test_our_networks(name, options):
     torch.manual_seed(1)
-    model, x = dcnet.create_model(name, input_size=16, **options), images(4, 3, 16, 16)
+    model, x = dcnet.create_model(name, input_size=8, **options), images(4, 3, 8, 8)
     found = check(dcnet.recalibrate_(stirred(model), [x]), x, target=3)
     assert bool((found.contributions.abs().flatten(1).sum(1) > 0.1 * found.logits.abs()).all())
 

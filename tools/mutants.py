@@ -709,6 +709,49 @@ MUTANTS = [
     Mutant(
         "explorer: division turned round", "explorer/javascript.py", 'ast.Div: "/"', 'ast.Div: "*"', "test_explorer.py"
     ),
+    Mutant(
+        "power_cosine: slope in p without the logarithm",
+        "formulas/angulars.py",
+        "return value, p * a, value * m.log(s)",
+        "return value, p * a, value",
+        "test_gradients.py test_formulas.py",
+        True,
+    ),
+    Mutant(
+        "explanations: the scale not held fixed",
+        "layers/linear_form.py",
+        "    with torch.no_grad():\n        scale, constant = _fixed(layer, layer._patch_norms(x), dot, w_norm)",
+        "    with torch.enable_grad():\n        scale, constant = _fixed(layer, layer._patch_norms(x), dot, w_norm)",
+        "test_explanations.py",
+    ),
+    Mutant(
+        "explanations: no limit at a right angle",
+        "layers/linear_form.py",
+        "torch.where(orthogonal, slope, (g",
+        "torch.where(orthogonal, 0.0, (g",
+        "test_explanations.py",
+    ),
+    Mutant(
+        "explanations: g at a right angle forgotten",
+        "layers/linear_form.py",
+        "(g - at_right_angle)",
+        "g",
+        "test_explanations.py",
+    ),
+    Mutant(
+        "explanations: two factors that depend on the image pass",
+        "explaining/affine.py",
+        "if len(factors) > 1 else",
+        "if len(factors) > 2 else",
+        "test_explanations.py",
+    ),
+    Mutant(
+        "explanations: the mode outlasts its context",
+        "explaining/context.py",
+        "mode.over = True",
+        "mode.over = False",
+        "test_explanations.py",
+    ),
 ]
 
 
