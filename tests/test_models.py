@@ -130,7 +130,7 @@ def test_options():
     for options, message in [
         ({"name": "resnet23"}, "Did you mean 'resnet32'"),
         ({"norm": "layer"}, "unknown norm 'layer'"),
-        ({"activation": "gelu"}, "unknown activation 'gelu'"),
+        ({"activation": "swish"}, "unknown activation 'swish'"),
         ({"head": "cosine"}, "unknown head 'cosine'"),
         (
             {"name": "resnet18", "penultimate_activation": True},

@@ -24,13 +24,14 @@ from dcnet.ops.fused.operands import (
     arrived,
     as_arguments,
     as_options,
+    convolution,
     for_backward,
     gradient_regions,
     operand_gradients,
     vector_regions,
     wanted_output,
 )
-from dcnet.ops.fused.plan import convolution, plan_of
+from dcnet.ops.fused.plan import plan_of
 from dcnet.ops.fused.tiles import mean_parts
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.util.compat import below_autograd

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import like
-from dcnet.ops.fused.operands import GIVEN, OF_BATCH, OF_RANKS, Effects, Gradients, Kept, Operands
-from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan, convolution
+from dcnet.ops.fused.operands import GIVEN, OF_BATCH, OF_RANKS, Effects, Gradients, Kept, Operands, convolution
+from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.util.compat import recomputing
 

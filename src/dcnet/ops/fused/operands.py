@@ -58,6 +58,15 @@ def as_options(text: str, eps: float, norm_eps: float) -> Options:
     return options._replace(eps=eps, norm_eps=norm_eps)
 
 
+def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
+    """Return ⟨w, x⟩/‖w‖."""
+    if not options.stride:  # no dimensions: a linear map
+        return x @ unit.t()
+    zeros = (0,) * len(options.stride)
+    shape = (options.stride, options.padding, options.dilation, False, zeros, options.groups)
+    return torch.convolution(x, unit, None, *shape)
+
+
 class Operands(NamedTuple):
     """The tensors, each in a dense memory order, on one device."""
 

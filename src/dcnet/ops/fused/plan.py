@@ -30,6 +30,7 @@ from dcnet.ops.fused.operands import (
     STATISTICS,
     Operands,
     Options,
+    convolution,
     gradient_regions,
     vector_regions,
 )
@@ -61,15 +62,6 @@ BACKWARD = (
     ),
     *("of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
 )
-
-
-def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
-    """Return ⟨w, x⟩/‖w‖."""
-    if not options.stride:  # no dimensions: a linear map
-        return x @ unit.t()
-    zeros = (0,) * len(options.stride)
-    shape = (options.stride, options.padding, options.dilation, False, zeros, options.groups)
-    return torch.convolution(x, unit, None, *shape)
 
 
 class Backward(NamedTuple):
