@@ -8,10 +8,10 @@ def formulas_of_examples(request):
     if not isinstance(request.node, pytest.DoctestItem):
         yield
         return
-    from dcnet.formulas.catalogue import _CATALOGUES
+    from dcnet.formulas.catalogue import CATALOGUES
 
-    before = {kind: dict(known) for kind, known in _CATALOGUES.items()}
+    before = {kind: dict(known) for kind, known in CATALOGUES.items()}
     yield
     for kind, known in before.items():
-        _CATALOGUES[kind].clear()
-        _CATALOGUES[kind].update(known)
+        CATALOGUES[kind].clear()
+        CATALOGUES[kind].update(known)

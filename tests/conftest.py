@@ -63,13 +63,13 @@ def seeded():
 @pytest.fixture
 def catalogue():
     """Formulas registered during a test are forgotten after it."""
-    from dcnet.formulas.catalogue import _CATALOGUES
+    from dcnet.formulas.catalogue import CATALOGUES
 
-    before = {kind: dict(known) for kind, known in _CATALOGUES.items()}
+    before = {kind: dict(known) for kind, known in CATALOGUES.items()}
     yield
     for kind, known in before.items():
-        _CATALOGUES[kind].clear()
-        _CATALOGUES[kind].update(known)
+        CATALOGUES[kind].clear()
+        CATALOGUES[kind].update(known)
 
 
 @pytest.fixture

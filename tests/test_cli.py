@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet.cli import app
 from dcnet.figures import make_figure
-from dcnet.formulas.catalogue import _CATALOGUES
+from dcnet.formulas.catalogue import CATALOGUES
 
 
 def call(*arguments):
@@ -205,7 +205,7 @@ def test_formulas_of_ones_own_in_every_command(tmp_path, catalogue):
 
     def in_process(*arguments):
         """Each as in a process of its own, where nothing is registered yet."""
-        _CATALOGUES["angular"].pop("tests_cli_third", None)
+        CATALOGUES["angular"].pop("tests_cli_third", None)
         result = call(*arguments)
         assert result.exit_code == 0, result.output
         return result.output

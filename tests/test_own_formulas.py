@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import dcnet
 from dcnet.cli import app
-from dcnet.formulas.catalogue import _CATALOGUES
+from dcnet.formulas.catalogue import CATALOGUES
 from dcnet.training.own_formulas import MissingFormula
 
 MINE = '''
@@ -35,7 +35,7 @@ def call(*arguments):
 
 
 def forget():
-    _CATALOGUES["angular"].pop("tests_blend", None)
+    CATALOGUES["angular"].pop("tests_blend", None)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_all_that_registration_admits(tmp_path, catalogue):
     before = [dcnet.magnitudes()["rational"], dcnet.angulars()["rooted"]]
     images = torch.rand(2, 1, 8, 8)
     expected = dcnet.load(folder)(images)
-    del _CATALOGUES["magnitude"]["rational"], _CATALOGUES["angular"]["rooted"]
+    del CATALOGUES["magnitude"]["rational"], CATALOGUES["angular"]["rooted"]
     assert torch.equal(dcnet.load(folder, trust_formulas=True)(images), expected)
     for old, new in zip(before, [dcnet.magnitudes()["rational"], dcnet.angulars()["rooted"]], strict=True):
         assert (old.parameters, old.has_radius, old.bounded, old.text) == (

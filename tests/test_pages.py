@@ -121,8 +121,8 @@ def test_public_functions_say_what_they_take():
         if not callable(found) or found.__module__.startswith("dcnet.ops") or name == "DecoupleReport":
             continue
         arguments = [a for a in inspect.signature(found).parameters if a not in ("self", "args", "kwargs")]
-        if name.startswith("Lazy") or name == "decouple_":
-            continue  # the first say whose arguments they have; the second has its own form
+        if name.startswith("Lazy"):
+            continue  # they say whose arguments they have
         text = inspect.getdoc(found)
         missing = [a for a in arguments if not re.search(rf"^ *\*{{0,2}}{a}: ", text, re.MULTILINE)]
         assert not missing, f"{name}: {missing}"

@@ -44,7 +44,20 @@ FORMATS = {"onnx": ".onnx", "torch-export": ".pt2", "aoti": ".pt2", "safetensors
 
 @dataclass
 class ExportReport:
-    """What `export` wrote, and how it was checked."""
+    """What `export` wrote, and how it was checked.
+
+    Attributes:
+        path: the file.
+        to: its format.
+        bytes: its size.
+        seconds: how long it took.
+        dtype: of the arithmetic in it.
+        dynamic: what may be any in it, of "batch" and "size".
+        checked: what it was checked with, and how far off it was.
+        opset: of ONNX.
+        nodes: how many operations an ONNX file has.
+        notes: what else there is to know.
+    """
 
     path: Path
     to: str
@@ -89,14 +102,22 @@ def export(
 ) -> ExportReport:
     """Write the model in evaluation mode into a file for other programs, and return a report of it.
 
-    to: "onnx", "torch-export" (a program that `torch.export.load` reads), "aoti" (compiled for this machine by Inductor) or "safetensors"
-        (weights and the conversion, for `dcnet.load_weights_`); by the ending of the path without it.
-    example_input: real inputs, a tensor or a tuple of them, with which the file is checked before it appears; the batch and the size of images
-        in the file are free, with dynamic=True, as far as the model itself allows, which is checked too.
-    half: float16 instead of float32, whatever the model has; norms, angles and magnitudes are computed in float32 still.
+    In the file each decoupled layer is one convolution, one map of norms and the few operations of its formulas;
+    kernels are normalized, radii multiplied and BatchNorms folded beforehand. The model stays as it is. If anything
+    fails no file is written.
 
-    In the file each decoupled layer is one convolution, one map of norms and the few operations of its formulas; kernels are normalized,
-    radii multiplied and BatchNorms folded beforehand. The model stays as it is. If anything fails no file is written.
+    Args:
+        model: any model.
+        path: the file to write.
+        to: "onnx", "torch-export" (a program that `torch.export.load` reads), "aoti" (compiled for this machine by
+            Inductor) or "safetensors" (weights and the conversion, for `dcnet.load_weights_`); by default what the
+            ending of the path says.
+        example_input: real inputs, a tensor or a tuple of them, with which the file is checked before it appears.
+        half: float16 instead of float32, whatever the model has; norms, angles and magnitudes are computed in float32
+            still.
+        dynamic: leave the batch and the size of images free in the file, as far as the model itself allows, which is
+            checked too.
+        opset: of ONNX.
     """
     path = Path(path)
     to = _format(path, to)

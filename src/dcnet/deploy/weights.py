@@ -23,9 +23,13 @@ def save_model_weights(model: nn.Module) -> bytes:
 
 
 def load_weights_(model: nn.Module, path: str | Path) -> nn.Module:
-    """Convert a plain model as the one in the file was, load its weights, and return it; a file never executes anything.
+    """Convert a plain model as the one in the file was, load its weights, and return it.
 
-    model: the same architecture, built anew, not converted yet (or converted in the same way). If the file does not fit nothing is changed.
+    A file never executes anything. If it does not fit nothing is changed.
+
+    Args:
+        model: the same architecture, built anew, not converted yet (or converted in the same way).
+        path: a file that `dcnet.export` has written, ending in .safetensors.
     """
     tensors, about = _read(Path(path))
     conversion = about["conversion"]

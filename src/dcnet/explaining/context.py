@@ -11,11 +11,14 @@ from dcnet.robustness.checks import check_evaluating
 
 @contextmanager
 def explanations(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside this context, let every decoupled layer be a linear map of its input, with its scaling held fixed for autograd.
+    """Inside this context, make every decoupled layer a linear map of its input for autograd, its scaling held fixed.
 
-    Outputs are what they are outside. A gradient in the input, times the input, is then what each pixel adds to the output: `dcnet.explain`
-    does that. The model must be in evaluation mode. No gradient reaches the parameters of decoupled layers. Contexts may be nested; a copy
-    made inside is in the same mode, and leaves it when the context ends.
+    Outputs are what they are outside. A gradient in the input, times the input, is then what each pixel adds to the
+    output: `dcnet.explain` does that. No gradient reaches the parameters of decoupled layers. Contexts may be nested; a
+    copy made inside is in the same mode, and leaves it when the context ends.
+
+    Args:
+        model: any model with decoupled layers, in evaluation mode.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explanations are of an nn.Module, got {type(model).__name__}")

@@ -13,8 +13,12 @@ from dcnet.explaining.context import explanations
 class Explanation(NamedTuple):
     """A logit of every image as a sum: `contributions` over all pixels and channels, plus `bias`, is `logits`.
 
-    contributions: in the shape of the images, (N, C, H, W). bias: (N,), what biases, BatchNorm's shifts, the mean that a network subtracts
-    from its input, and other constants add. logits: (N,), as the network gives them. target: (N,), the classes they belong to.
+    Attributes:
+        contributions: in the shape of the images, (N, C, H, W).
+        bias: what biases, BatchNorm's shifts, the mean that a network subtracts from its input, and other constants add
+            (N,).
+        logits: as the network gives them (N,).
+        target: the classes they belong to (N,).
     """
 
     contributions: Tensor
@@ -29,11 +33,19 @@ class Explanation(NamedTuple):
 
 
 def explain(model: nn.Module, images: Tensor, target: int | Sequence[int] | Tensor | None = None) -> Explanation:
-    """Return what each pixel of the images (N, C, H, W) adds to the logit of the target class, or of the class that the network predicts.
+    """Return what each pixel of the images adds to a logit.
 
-    The network is in evaluation mode and gives logits (N, classes). For each image it is then a linear map of that image, plus constants,
-    with the scaling of its decoupled layers, the choices of ReLU and max pooling held as they are; where some other operation makes that
-    untrue, this raises and names it.
+    For each image the network is a linear map of that image, plus constants, with the scaling of its decoupled layers
+    and the choices of ReLU and max pooling held as they are. Where some other operation makes that untrue, this raises
+    and names it.
+
+    Args:
+        model: from images to logits (N, classes), in evaluation mode.
+        images: (N, C, H, W).
+        target: the class to explain, one for all images or one for each; by default the one that the network predicts.
+
+    Returns:
+        Contributions in the shape of the images, and the constants, which add up to the logits.
     """
     _check_images(images)
     modules: dict[Any, str] = {}

@@ -119,7 +119,7 @@ class Formula:
         return look_up, (self.kind, self.name)  # by name, so that nothing executable is stored
 
 
-_CATALOGUES: dict[str, dict[str, Formula]] = {"magnitude": {}, "angular": {}}
+CATALOGUES: dict[str, dict[str, Formula]] = {"magnitude": {}, "angular": {}}
 
 
 def magnitudes() -> Mapping[str, Formula]:
@@ -130,7 +130,7 @@ def magnitudes() -> Mapping[str, Formula]:
         >>> print(dcnet.magnitudes()["ball"])
         ball: α·min(‖x‖, ρ)/ρ   (alpha=1)
     """
-    return MappingProxyType(_CATALOGUES["magnitude"])
+    return MappingProxyType(CATALOGUES["magnitude"])
 
 
 def angulars() -> Mapping[str, Formula]:
@@ -141,15 +141,15 @@ def angulars() -> Mapping[str, Formula]:
         >>> "square_cosine" in dcnet.angulars()
         True
     """
-    return MappingProxyType(_CATALOGUES["angular"])
+    return MappingProxyType(CATALOGUES["angular"])
 
 
 def look_up(kind: str, name: str) -> Formula:
     """Return the registered formula of that name."""
-    catalogue = _CATALOGUES[kind]
+    catalogue = CATALOGUES[kind]
     if name not in catalogue:
         other = "angular" if kind == "magnitude" else "magnitude"
-        guess = f" It is a {other} function." if name in _CATALOGUES[other] else nearest(name, catalogue)
+        guess = f" It is a {other} function." if name in CATALOGUES[other] else nearest(name, catalogue)
         raise ValueError(f"unknown {kind} {name!r}.{guess} Known: {', '.join(catalogue)}")
     return catalogue[name]
 
@@ -194,7 +194,7 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
     if isinstance(spec, Formula):
         spec = spec.name if spec.kind == kind else _wrong_kind(kind, spec)
     if not isinstance(spec, str):
-        raise TypeError(f"{kind} must be a name, got {spec!r}. Known: {', '.join(_CATALOGUES[kind])}")
+        raise TypeError(f"{kind} must be a name, got {spec!r}. Known: {', '.join(CATALOGUES[kind])}")
     name, _, rest = spec.partition(":")
     formula = look_up(kind, name.strip())
     values = {parameter.name: parameter.default for parameter in formula.parameters.values()}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from dcnet.formulas import checks
-from dcnet.formulas.catalogue import _CATALOGUES, Formula, Parameter, Range, anything
+from dcnet.formulas.catalogue import CATALOGUES, Formula, Parameter, Range, anything
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,13 +82,13 @@ def _register(kind: str, function: Any, bounded: bool, replace: bool) -> Any:
         bounded=bounded,
     )
     formula = checks.check_slopes(formula)
-    known = _CATALOGUES[kind].get(formula.name)
+    known = CATALOGUES[kind].get(formula.name)
     if known is not None and not replace and known.function.__code__ != function.__code__:
         raise ValueError(
             f"{kind} {formula.name!r} is registered already, as {known.text!r}: choose another name, or say "
             "replace=True"
         )
-    _CATALOGUES[kind][formula.name] = formula
+    CATALOGUES[kind][formula.name] = formula
     return function
 
 

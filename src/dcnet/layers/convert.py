@@ -60,23 +60,40 @@ def decouple_(
 ) -> DecoupleReport:
     """Convert layers of `model` in place, keep their weights and biases, and return a report.
 
-    where: which layers to convert: a function `where(name, module)`; a pattern of names such as "layer[1-4].*.conv2", or "!stem*" for all
-        others; a preset, "spatial" (kernels larger than 1×1), "not-first", "not-depthwise", or "all"; or a list of these. Patterns add
-        up, everything else takes away. Gates on pooled maps (squeeze-and-excitation) are left alone unless "all" is among them.
-    types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear layers too. timm's
-        `Conv2dSame`, `StdConv2d` and `ScaledStdConv2d` keep their padding and weight standardization. Another subclass with arithmetic of
-        its own is converted if it is named here, loses that arithmetic, and a warning says so.
-    optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
-    calibrate: a few batches of training inputs, to keep as much of a trained network's function as the operator can: radii are chosen by the
-        norms of each layer's patches, and every output gets its mean and deviation back, by the BatchNorm that follows or, where none does, by
-        ‖w‖ (these layers get `weighting="linear"`). Each batch is an input, or a tuple or list that starts with one.
-    example_input: what the model is called with, a tensor or a tuple of them, to count multiply-adds in the report, and for `fuse_`.
-    fuse: let the new layers do the work of the BatchNorm and the activation behind them, as `fuse_` does; the report says which.
-    layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
-
     A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is
-    wrong nothing is changed. The configuration of a model of transformers gets a record of it, which `from_pretrained`
+    wrong nothing is changed. The configuration of a transformers model gets a record of it, which `from_pretrained`
     reads.
+
+    Args:
+        model: any model.
+        magnitude: the function h of the new layers, as in `DecoupledConv2d`.
+        angular: the function g of the new layers.
+        where: which layers to convert: a function `where(name, module)`; a pattern of names such as
+            "layer[1-4].*.conv2", or "!stem*" for all others; a preset, "spatial" (kernels larger than 1×1),
+            "not-first", "not-depthwise", or "all"; or a list of these. Patterns add up, everything else takes away.
+            Gates on pooled maps (squeeze-and-excitation) are left alone unless "all" is among them.
+        types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear
+            layers too. timm's `Conv2dSame`, `StdConv2d` and `ScaledStdConv2d` keep their padding and weight
+            standardization. Another subclass with arithmetic of its own is converted if it is named here, loses that
+            arithmetic, and a warning says so.
+        optimizer: an optimizer of this model, made before; the new parameters are added to it, without weight decay.
+        calibrate: a few batches of training inputs, to keep as much of a trained network's function as the operator
+            can: radii are chosen by the norms of each layer's patches, and every output gets its mean and deviation
+            back, by the BatchNorm that follows or, where none does, by ‖w‖ (these layers get `weighting="linear"`).
+            Each batch is an input, or a tuple or list that starts with one.
+        example_input: what the model is called with, a tensor or a tuple of them, to count multiply-adds in the report,
+            and for `fuse_`.
+        fuse: let the new layers do the work of the BatchNorm and the activation behind them, as `fuse_` does; the
+            report says which.
+        **layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.
+
+    Examples:
+        >>> import dcnet
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten())
+        >>> report = dcnet.decouple_(model, magnitude="tanh", angular="cosine")
+        >>> report.converted
+        ['0']
     """
     if isinstance(types, type):
         types = (types,)

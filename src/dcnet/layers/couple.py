@@ -29,7 +29,14 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass
 class CoupleReport:
-    """What `couple_` did: the layers that are plain now, the BatchNorms folded into them, and the layers left with the reason."""
+    """What `couple_` did.
+
+    Attributes:
+        coupled: the names of the layers that are plain now.
+        folded: the BatchNorms folded into them, each by the name of the layer it went into.
+        left: the layers left as they were, each with the reason.
+        notes: what else there is to know.
+    """
 
     coupled: list[str] = field(default_factory=list)
     folded: dict[str, str] = field(default_factory=dict)  # the BatchNorm's name, by that of the layer it went into
@@ -82,14 +89,19 @@ def plain_kernel(layer: Decoupled) -> Tensor | None:
 
 
 def couple_(model: nn.Module, fold: bool = True) -> CoupleReport:
-    """Turn decoupled layers that are plain ones back into `nn.Conv2d` or `nn.Linear`, in place, and return a report.
+    """Turn decoupled layers that are plain ones back into `nn.Conv2d` or `nn.Linear`, in place.
 
-    Plain are `linear` with `cosine`, and `seg` with β = α: α·w with a weighting, α·w/‖w‖ without. What cannot be written as a plain layer
-    (`sphere`, `tanh`, …) stays as it is.
-    fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode, follow one another in a `Block` or
-        an `nn.Sequential`, and are used nowhere else. An `nn.Identity` takes its place.
+    Plain are `linear` with `cosine`, and `seg` with β = α: the kernel is α·w with a weighting, α·w/‖w‖ without. What
+    cannot be written as a plain layer (`sphere`, `tanh`, …) stays as it is. A layer keeps its identity. If anything is
+    wrong nothing is changed.
 
-    A layer keeps its identity. If anything is wrong nothing is changed.
+    Args:
+        model: any model with decoupled layers.
+        fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode, follow
+            one another in a `Block` or an `nn.Sequential`, and are used nowhere else. An `nn.Identity` takes its place.
+
+    Returns:
+        A report of the layers that are plain now, and of those left with the reason.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"couple_ takes a model, got {type(model).__name__}")

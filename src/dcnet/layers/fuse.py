@@ -40,20 +40,23 @@ class FuseReport:
 def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     """Let decoupled convolutions do the work of the BatchNorm and the activation behind them, in place.
 
-    model: any module, such as a converted one of timm or torchvision. example_input: a tensor, or a tuple of arguments, to
-    run the model on once; without one the model is traced by torch.fx, which not every model allows.
+    Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its
+    result through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish,
+    LeakyReLU and PReLU, where nothing else reads what lies between. Results are the same, in fewer passes over memory.
+    A module that is replaced or hooked later computes for itself again. `unfuse_` takes it back.
 
-    Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its result
-    through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish, LeakyReLU and
-    PReLU, where nothing else reads what lies between. Results are the same, in fewer passes over memory. A module that is
-    replaced or hooked later computes for itself again. `unfuse_` takes it back.
+    Args:
+        model: any module, such as a converted one of timm or torchvision.
+        example_input: a tensor, or a tuple of arguments, to run the model on once; without one the model is traced by
+            torch.fx, which not every model allows.
 
-    >>> import dcnet
-    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    >>> report = dcnet.decouple_(net, "tanh", fuse=False)
-    >>> print(dcnet.fuse_(net))
-    1 fused, 0 left
-      0: with 1, 2
+    Examples:
+        >>> import dcnet
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        >>> report = dcnet.decouple_(net, "tanh", fuse=False)
+        >>> print(dcnet.fuse_(net))
+        1 fused, 0 left
+          0: with 1, 2
     """
     report = FuseReport()
     names = {name: layer for name, layer in decoupled_layers(model).items() if layer.fusion is None}
@@ -90,7 +93,11 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
 
 
 def unfuse_(model: nn.Module) -> nn.Module:
-    """Let every module compute for itself again, in place; return the model."""
+    """Let every module compute for itself again, in place, after `fuse_`; return the model.
+
+    Args:
+        model: any model.
+    """
     for module in model.modules():
         if isinstance(module, Decoupled):
             module.fusion = None
