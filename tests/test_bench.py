@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import dcnet
@@ -165,3 +166,23 @@ def test_pages_have_the_records_table(page, brief):
     assert render(chosen, brief) in (root / page).read_text()
     if brief:
         assert render(chosen, brief).count("\n| resnet32") + render(chosen, brief).count("\n| cnn9") == len(BRIEF) == 10
+
+
+def small_network(num_classes=10):
+    """What a user's own module has: convolutions, BatchNorm, an activation."""
+    layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+
+def test_models_of_others(tmp_path, monkeypatch):
+    """A user's own model, plain, converted and fused, and converted only."""
+    dcnet.trust_model(f"{__name__}:small_network")
+    path = tmp_path / "models.csv"
+    flags = ["--what", "models", "--model", f"{__name__}:small_network@16", "--batch", "2", "--repeats", "3", "--cpu"]
+    result = CliRunner().invoke(app, ["bench", *flags, "--out", str(path)])
+    assert result.exit_code == 0, result.output
+    assert {row["provider"] for row in read(path)} == {"plain", "ours", "ours unfused"}
+    assert {row["name"] for row in read(path)} == {f"{__name__}:small_network@16"}
+    wrong = CliRunner().invoke(app, ["bench", "--model", "timm:resnet18"])
+    assert wrong.exit_code == 2
+    assert "--what models" in " ".join(wrong.output.split())

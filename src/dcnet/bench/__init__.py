@@ -1,7 +1,7 @@
 """Benchmarks: what a decoupled layer or network costs, as a ratio to the plain one in the same run."""
 
-from dcnet.bench.cases import Case, cases
+from dcnet.bench.cases import Case, cases, model_cases
 from dcnet.bench.records import run
 from dcnet.bench.table import render, render_into
 
-__all__ = ["Case", "cases", "render", "render_into", "run"]
+__all__ = ["Case", "cases", "model_cases", "render", "render_into", "run"]

@@ -1,6 +1,6 @@
 """What is measured: layers as they occur in our networks, and whole networks, by each provider."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ def operators() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. what: "layer" or "network"; name: its shape, or the network's; mode: what is timed."""
+    """One measurement. what: "layer", "network" or "model" (another library's); name: its shape, or its name; mode: what is timed."""
 
     what: str
     name: str
@@ -39,7 +39,7 @@ class Case:
     @property
     def how(self) -> str:
         """Which of HOW."""
-        return self.provider.partition(" ")[2]
+        return self.provider.partition(" ")[2].removeprefix("unfused")
 
     @property
     def title(self) -> str:
@@ -109,6 +109,29 @@ def _with_plain(case: Case, providers: tuple[str, ...], operators: tuple[str, ..
     for provider in providers:
         for operator in operators:
             yield replace(case, operator=operator, provider=provider)
+
+
+# The models of the table in benchmarks/NOTES.md, with the batches people train them with
+MODELS = {
+    "timm:resnet50@224": 128,
+    "timm:resnet18@224": 128,
+    "timm:convnext_tiny@224": 64,
+    "timm:mobilenetv3_large_100@224": 128,
+    "timm:efficientnet_b0@224": 64,
+}
+
+
+def model_cases(names: Sequence[str], batch: int | None, operator: str, cuda: bool) -> Iterator[Case]:
+    """Return cases for models of other libraries: NAME@SIZE, where the size of images is 224 without it.
+
+    Converted as `decouple_` does it, with BatchNorm and activation fused, and without; eager, and compiled on a GPU.
+    """
+    dtype, layout = ("bfloat16", "channels_last") if cuda else ("float32", "contiguous")
+    providers = ("ours", "ours unfused", "ours compiled") if cuda else ("ours", "ours unfused")
+    for name in names or list(MODELS):
+        full = name if "@" in name else f"{name}@224"
+        step = Case("model", full, "training step", batch or MODELS.get(full, 64 if cuda else 4), dtype, layout, "", "")
+        yield from _with_plain(step, providers, (operator,))
 
 
 EVERY = ("ours", "ours compiled", "straightforward", "straightforward compiled")

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from dcnet.bench.cases import Case, Shape
 from dcnet.bench.straightforward import straightforward_
-from dcnet.layers import DecoupledConv2d
-from dcnet.models import create_model
+from dcnet.layers import DecoupledConv2d, decouple_
+from dcnet.models import create_external, create_model
 
 Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80th percentile
 
@@ -35,7 +35,7 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
     results: list[Measures] = []
     runs = []
     for case in cases:
-        run = (_network if case.what == "network" else _layer)(case, device)
+        run = (_layer if case.what == "layer" else _network)(case, device)
         start = time.perf_counter()
         run()
         _wait(device)
@@ -62,8 +62,17 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
 
 def _network(case: Case, device: torch.device) -> Callable[[], Any]:
     torch.manual_seed(0)
-    model = _provided(create_model(case.name, **_operator(case)), case, device)
-    x = _ordered(torch.rand(case.batch, 3, 32, 32, device=device), case)
+    size = 32
+    if case.what == "model":
+        name, _, pixels = case.name.partition("@")
+        size = int(pixels)
+        network = create_external(name, num_classes=1000, in_channels=3, input_size=size)
+        if case.operator:
+            decouple_(network, **_operator(case), fuse="unfused" not in case.provider)
+    else:
+        network = create_model(case.name, **_operator(case))
+    model = _provided(network, case, device)
+    x = _ordered(torch.rand(case.batch, 3, size, size, device=device), case)
     labels = torch.randint(0, 10, (case.batch,), device=device)
     compiled = _compiled(model, case)
     if case.mode == "inference":

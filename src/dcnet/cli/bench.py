@@ -13,7 +13,17 @@ def bench(
     out: Annotated[
         Path, typer.Option("--out", "-o", help="CSV of the records; what it has is not measured again.")
     ] = Path("bench.csv"),
-    what: Annotated[str, typer.Option(help="What to measure: all, networks or layers.")] = "all",
+    what: Annotated[
+        str, typer.Option(help="What to measure: all, networks or layers; or models, those of other libraries.")
+    ] = "all",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --what models: timm:resnet50, torchvision:resnet18@192 or module:callable; may be repeated."
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --what models: images in a batch.")] = None,
+    operator: Annotated[str, typer.Option(help="With --what models.")] = "tanh + cosine",
     match: Annotated[str, typer.Option(help="Only what has this in its line, such as cnn9 or float32.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Only the figures of the README.")] = False,
     repeats: Annotated[int, typer.Option(min=3, help="How often each is timed.")] = 20,
@@ -33,10 +43,12 @@ def bench(
     from dcnet import bench as benchmarks
     from dcnet.bench.records import read
 
-    if what not in (kinds := ("all", "networks", "layers")):
+    if what not in (kinds := ("all", "networks", "layers", "models")):
         raise typer.BadParameter(
             f"unknown {what!r}.{nearest(what, kinds)} Possible: {', '.join(kinds)}", param_hint="--what"
         )
+    if what != "models" and (model or batch):
+        raise typer.BadParameter("--model and --batch go with --what models", param_hint="--what")
     if render:
         if not out.exists():
             raise typer.BadParameter(f"{out} does not exist", param_hint="--out")
@@ -46,7 +58,13 @@ def bench(
         if not cuda:
             say("no GPU: small shapes on the CPU" if not cpu else "on the CPU: small shapes")
         device = torch.device("cuda" if cuda else "cpu")
-        possible = list(benchmarks.cases(cuda, what, quick))
+        of_others = what == "models"
+        chosen_cases = (
+            benchmarks.model_cases(model or [], batch, operator, cuda)
+            if of_others
+            else benchmarks.cases(cuda, what, quick)
+        )
+        possible = list(chosen_cases)
         # with their plain twins, which they are ratios to
         wanted = [case for chosen in possible if match in chosen.title for case in (chosen.plain, chosen)]
         if not wanted:
