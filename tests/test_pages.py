@@ -24,8 +24,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def blocks(python):
     """(page, number, text) of every block of Python, or of all others."""
     for page in PAGES:
-        if page.name == "other-tools.md":
-            continue  # test_other_tools_page.py
+        if page.name in ("other-tools.md", "your-model.md"):
+            continue  # which have tests of their own: test_other_tools_page.py, test_your_model_page.py
         found = [text for kind, text in FENCE.findall(page.read_text(encoding="utf-8")) if (kind == "python") == python]
         for number, text in enumerate(found, 1):
             yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
