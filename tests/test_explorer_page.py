@@ -285,7 +285,7 @@ def test_the_line_builds_every_layer_and_no_other(page):
                 name: entry["fields"][f"{kind}-{name}"] for name in choice.formula.parameters
             }
         assert filled.radius == entry["fields"].get("radius", "learned")
-        assert learned.operator.learned == (("k",) if angular == "sigmoid" else ())
+        assert learned.operator.learned == dcnet.angulars()[angular].learnable
         assert (filled.weighting, learned.weighting, learned.radius) == (weighting, weighting, "learned")
 
 

@@ -108,7 +108,9 @@ def test_contributions_show_the_sum_that_is_the_logit(runs):
     exact = dcnet.explain(runs[1].model, images)
     assert [example["class"] for example in found["examples"]] == exact.target.tolist()
     for example, map_of in zip(found["examples"], exact.maps, strict=True):
-        torch.testing.assert_close(torch.tensor(example["maps"]["contributions"]), map_of, rtol=1e-2, atol=1e-3)
+        # of images that were rounded to bytes for the page
+        close = 0.02 * float(map_of.abs().max())
+        torch.testing.assert_close(torch.tensor(example["maps"]["contributions"]), map_of, rtol=0.0, atol=close)
         pixels = sum(map(sum, example["maps"]["contributions"]))
         assert pixels + example["bias"] == pytest.approx(example["logit"], rel=1e-3, abs=1e-3)
         captions = figures.explanation_captions(example, found["classes"])

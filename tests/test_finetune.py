@@ -134,7 +134,7 @@ def test_the_plain_network_is_trained_on_as_a_control(trained, tmp_path):
 
 
 def command(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
 
 
 def test_the_command_and_those_that_read_its_run(trained, tmp_path):

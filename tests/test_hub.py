@@ -52,7 +52,7 @@ def test_the_command_line_lists_them():
 
     from dcnet.cli import app
 
-    shown = CliRunner().invoke(app, ["models"])
+    shown = CliRunner().invoke(app, ["models"], env={"COLUMNS": "200"})  # a narrow terminal breaks names
     assert shown.exit_code == 0
     for name in dcnet.trained_models():
         assert f"hub:{name}" in shown.output
@@ -130,21 +130,21 @@ def test_formulas_of_ones_own_travel_with_the_file_and_are_not_executed(tmp_path
     )
     code = compile(source.read_text(), str(source), "exec")
     exec(code, {"__name__": "mine"})
-    from dcnet.formulas.catalogue import _CATALOGUES
+    from dcnet.formulas.catalogue import CATALOGUES
 
     try:
         own = train(dcnet.make_recipe("demo", magnitude="travelling", steps=1), tmp_path / "run", quiet=True)
         save_weights(own, tmp_path / "own.safetensors")
         expected = own.model(images())
     finally:
-        del _CATALOGUES["magnitude"]["travelling"]
+        del CATALOGUES["magnitude"]["travelling"]
     with pytest.raises(ValueError, match="'travelling', which is not known here"):
         load(tmp_path / "own.safetensors")
     assert "travelling" not in dcnet.magnitudes()
     try:
         assert torch.equal(load(tmp_path / "own.safetensors", trust_formulas=True)(images()), expected)
     finally:
-        _CATALOGUES["magnitude"].pop("travelling", None)
+        CATALOGUES["magnitude"].pop("travelling", None)
 
 
 def test_files_that_are_not_ours(tmp_path):

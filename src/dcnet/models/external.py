@@ -37,9 +37,13 @@ def is_external(name: str) -> bool:
 
 
 def trust_model(name: str) -> None:
-    """Allow a network of one's own, module:callable, to be imported and called when a run folder or a file asks for it.
+    """Allow a network of your own to be imported and called when a run folder or a file asks for it.
 
-    Without it, nothing that a run folder names is executed. The environment variable DCNET_TRUST_MODELS does the same for commands.
+    Without it, nothing that a run folder names is executed. The environment variable DCNET_TRUST_MODELS does the same for
+    commands.
+
+    Args:
+        name: as in my_package.my_module:my_network.
     """
     library, separator, made_by = name.partition(":")
     if not separator or not library or not made_by:

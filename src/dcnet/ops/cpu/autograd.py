@@ -1,9 +1,11 @@
 """Norms, dot products and normalized kernels as autograd functions."""
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcnet.ops import norms
@@ -188,4 +190,26 @@ class _BoxSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if is_grads_batched(grad):  # which cannot be written into a buffer
+            return _placed_sums(grad, ctx.windows, not ctx.transposed), None, None
         return _BoxSum.apply(grad, ctx.windows, not ctx.transposed), None, None
+
+
+def _placed_sums(maps: Tensor, windows: tuple[Windows, ...], transposed: bool) -> Tensor:
+    """Return what `_BoxSum` does, with a padded copy of every slice."""
+    for i, along in enumerate(windows):
+        dim, size = 2 + i, along.inputs if transposed else along.outputs
+        lead = (slice(None),) * dim
+        placed = []
+        for of_windows, of_places in along.overlaps():
+            read, written = (of_windows, of_places) if transposed else (of_places, of_windows)
+            whole = read.start == 0 and read.stop == maps.shape[dim] and read.step in (None, 1)
+            values, step = maps if whole else maps[*lead, read], written.step or 1  # batches have no rule for an alias
+            if step > 1:  # zeros in between
+                zeros = [torch.zeros_like(values)] * (step - 1)
+                values = torch.stack([values, *zeros], dim + 1).flatten(dim, dim + 1)
+                values = values.narrow(dim, 0, written.stop - written.start)
+            around = [written.start, size - written.start - values.shape[dim]]
+            placed.append(F.pad(values, [0, 0] * (maps.dim() - 1 - dim) + around))
+        maps = reduce(torch.add, placed)
+    return maps
