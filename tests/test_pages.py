@@ -57,6 +57,7 @@ STAND_INS = {
     "dcnet explore": ["--no-open", "--out", "explorer.html"],
 }
 SKIPPED = {
+    "dcnet finetune my_package": "needs a package of yours",
     "dcnet finetune t": "needs timm or torchvision, weights and a folder of images; test_finetune.py has them small",
     "torchrun": "needs several GPUs; test_training_distributed.py runs it with two processes",
     "for operator": "trains eight networks on MNIST",

@@ -182,7 +182,9 @@ class _BoxSum(torch.autograd.Function):
             sizes = list(maps.shape)
             sizes[2 + i] = along.inputs if transposed else along.outputs
             sums = maps.new_zeros(sizes)
-            for of_windows, of_places in along.overlaps():
+            overlaps = list(along.overlaps())
+            # in the order of what is read, so that a sum and its transpose add up alike
+            for of_windows, of_places in reversed(overlaps) if transposed else overlaps:
                 read, written = (of_windows, of_places) if transposed else (of_places, of_windows)
                 sums[*lead, written] += maps[*lead, read]
             maps = sums
