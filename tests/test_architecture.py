@@ -84,7 +84,7 @@ def test_imports_go_one_way(path):
 
 # Inside `ops`, from the ground up: a module imports only what stands before it (`fused` is imported where it is used).
 OPS = [
-    *("checks", "geometry", "norms", "operator", "mean_norm", "activations", "post_ops", "inputs"),
+    *("documentation", "checks", "geometry", "norms", "operator", "mean_norm", "activations", "post_ops", "inputs"),
     *("reference", "composite", "cpu", "fused", "dispatch", "api", "flops", ""),
 ]
 FUSED = [
