@@ -123,12 +123,16 @@ def test_imports_inside_ops_go_one_way(folder, order):
 
 
 PRIVATE = re.compile(
-    r"\btorch\._[a-zA-Z]|\._C\b|forward_ad\._|nn\.modules\.\w+\._|from (torch|triton)\S* import _[A-Z]|_unsafe_update_src"
+    r"\btorch\._[a-zA-Z]|\._C\b|forward_ad\._|nn\.modules\.\w+\._|from (torch|triton)\S* import _[A-Z]"
+    r"|_unsafe_update_src"
 )
 
 
 def test_private_names_are_in_one_file():
-    """Of PyTorch and Triton. PyTorch's manual itself says `torch._inductor.aoti_load_package` and `torch.utils._pytree`."""
+    """Private names of PyTorch and Triton are in `util/compat.py` only.
+
+    PyTorch's manual itself uses `torch._inductor.aoti_load_package` and `torch.utils._pytree`.
+    """
     found = {
         f"{path.relative_to(ROOT)}:{number}": line.strip()
         for path in SOURCES

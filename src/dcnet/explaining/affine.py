@@ -1,4 +1,7 @@
-"""Whether an output is a linear map of the input for one image, plus constants: read off autograd's record of how it was computed."""
+"""Check that an output is a linear map of the input for one image, plus constants.
+
+Autograd's record of how the output was computed tells it.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,8 +11,9 @@ from torch import Tensor, nn
 # Operations by the names of autograd's nodes, without "Backward" and numbers. Linear in all their tensors together:
 _LINEAR = """
     Add Sub Rsub Neg Sum Mean Cumsum Clone ToCopy Copys Alias AsStrided Contiguous
-    View ReshapeAlias UnsafeView T Transpose Permute Squeeze Unsqueeze Expand Slice Select Split SplitWithSizes UnsafeSplit Unbind
-    Cat Stack Index IndexSelect IndexPut Gather Repeat RepeatInterleave Roll Flip Narrow Unfold ImCol ColIm PixelShuffle PixelUnshuffle Diagonal
+    View ReshapeAlias UnsafeView T Transpose Permute Squeeze Unsqueeze Expand Slice Select Split SplitWithSizes
+    UnsafeSplit Unbind Cat Stack Index IndexSelect IndexPut Gather Repeat RepeatInterleave Roll Flip Narrow Unfold
+    ImCol ColIm PixelShuffle PixelUnshuffle Diagonal
     ConstantPadNd ReflectionPadD ReplicationPadD AvgPoolD AdaptiveAvgPoolD MaskedFill MaskedSelect Dropout NativeDropout
     UpsampleNearestD UpsampleNearestExactD UpsampleLinearD UpsampleBilinearD UpsampleBicubicD UpsampleTrilinearD
     UpsampleBilinearDAa UpsampleBicubicDAa
@@ -51,8 +55,8 @@ def check_affine(output: Tensor, image: Tensor, model: nn.Module, modules: Mappi
                 where = modules.get(node)
                 place = "" if where is None else f" in {where or 'the model itself'!r} ({_class_of(model, where)})"
                 raise ValueError(
-                    f"the network is not a linear map for one image: {node.name()}{place} {reason}. Explanations take decoupled and plain "
-                    "layers, additions, pooling, BatchNorm in evaluation, and ReLU and its kin"
+                    f"the network is not a linear map for one image: {node.name()}{place} {reason}. Explanations take "
+                    "decoupled and plain layers, additions, pooling, BatchNorm in evaluation, and ReLU and its kin"
                 )
     if output.grad_fn not in depends:
         raise ValueError(
