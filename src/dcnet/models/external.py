@@ -47,6 +47,9 @@ def trust_model(name: str) -> None:
 
     Without this, nothing that a run folder names is executed. The environment variable DCNET_TRUST_MODELS does the same
     for commands.
+
+    Args:
+        name: as recipes have it, such as "my_package.my_module:my_network".
     """
     library, separator, made_by = name.partition(":")
     if not separator or not library or not made_by:

@@ -28,8 +28,9 @@ _FIELDS = ("name", "data", "model", "operator", "accuracy", "parameters", "sha25
 def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     """Return a trained network in evaluation mode: images in [0, 1] to logits.
 
-    path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
-    trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
+    Args:
+        path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
+        trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
     """
     if isinstance(path, str) and path.startswith(PREFIX):
         return load_file(find_in_hub(path.removeprefix(PREFIX)), trust_formulas=trust_formulas)
