@@ -82,7 +82,7 @@ def _followed_by_norm(model: nn.Module, example_input: Any) -> dict[Inference, n
         for hook in hooks:
             hook.remove()
     for output in tree_leaves(outputs):
-        uses.count(output)  # what the model gives is used by whoever called it
+        uses.count(output)  # the caller of the model uses its output
     return {
         layer: norm
         for layer, norm in norms.items()

@@ -65,7 +65,7 @@ def check_affine(output: Tensor, image: Tensor, model: nn.Module, modules: Mappi
 
 
 def recorder(modules: dict[Any, str], name: str) -> Callable[..., None]:
-    """A forward hook that notes which module gave a result; the innermost comes first."""
+    """Return a forward hook that notes which module gave a result; the innermost module counts."""
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.grad_fn is not None:
@@ -75,7 +75,7 @@ def recorder(modules: dict[Any, str], name: str) -> Callable[..., None]:
 
 
 def _in_order(last: Any) -> list[Any]:
-    """The nodes that lead to the last one, each after those it takes from."""
+    """Return the nodes that lead to the last one, each after those whose results it takes."""
     order: list[Any] = []
     entered: set[Any] = set()
     stack = [(last, False)]
@@ -91,7 +91,7 @@ def _in_order(last: Any) -> list[Any]:
 
 
 def _operation(node: Any) -> str:
-    """The name of an operation, such as Gelu, MaxPoolD for any number of dimensions."""
+    """Return the name of an operation without digits, such as Gelu, or MaxPoolD for any number of dimensions."""
     name = node.name().rpartition("::")[2].replace("Backward", "")
     return "".join(letter for letter in name if not letter.isdigit())
 

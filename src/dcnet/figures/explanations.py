@@ -43,7 +43,7 @@ def draw_explanation(axes: Sequence[Any], example: Mapping[str, Any], classes: S
 
 
 def explanations_figure(runs: Mapping[str, Explained]) -> Any:
-    """A column for each image; for each run a row of images and one for every kind of map."""
+    """Return a figure with a column for each image; each run has a row of images and a row for each kind of map."""
     names = ["image", *next(iter(runs.values()))["examples"][0]["maps"]]
     count = max(len(explained["examples"]) for explained in runs.values())
     figure, axes = new_figure(len(names) * len(runs), count, 1.25, 1.45)

@@ -73,7 +73,7 @@ class Block(HandsOn):
         return conv(x, post_ops=post_ops), None
 
     def _one_by_one(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return the same with a pass for each."""
+        """Return the same, computed with one pass for each part."""
         y, norm = self.conv(x), self.norm
         if norm is not None:
             y = norm(y)

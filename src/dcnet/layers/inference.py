@@ -117,7 +117,7 @@ class Inference(nn.Module):
         return self.epilogue(dot.to(norm.dtype), norm).to(dot.dtype)  # type: ignore[no-any-return]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As nn.Module, but only the kernels become half precision."""
+        """Do as nn.Module does, but let only the kernels become half precision."""
         exact = {
             (module, name): buffer
             for module in (self, self.epilogue)

@@ -79,7 +79,7 @@ class DecoupledStdConv2d(DecoupledConv2dSame):
             nn.init.constant_(gain, self.gain_init)
 
 
-# By name: timm is not imported for this, and whoever has such a layer has imported it
+# By name, so that timm need not be imported; a model with such a layer has imported it
 _TIMM: dict[str, type[Decoupled]] = {
     "Conv2dSame": DecoupledConv2dSame,
     "StdConv2d": DecoupledStdConv2d,

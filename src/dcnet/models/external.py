@@ -86,7 +86,7 @@ def _of_timm(name: str, classes: int, channels: int, pretrained: bool) -> nn.Mod
         raise ValueError(
             f"timm has no network {name!r}.{nearest(base, timm.list_models())} timm.list_models() has their names"
         )
-    channels = 3 if channels == 1 else channels  # grey images are given as three, so that its trained weights fit
+    channels = 3 if channels == 1 else channels  # gray images get three channels, so that its trained weights fit
     with _named(f"timm:{name}", pretrained):
         net = timm.create_model(name, pretrained=pretrained, num_classes=classes, in_chans=channels)
     trained = getattr(net, "pretrained_cfg", None) or {}

@@ -127,7 +127,7 @@ def _stateless(
 
 
 def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor | None:
-    """Return the radius as a tensor (out_channels,), None for a magnitude without one; raise for one that cannot be."""
+    """Return the radius as a tensor (out_channels,), None for a magnitude without one; raise if it is not possible."""
     name = operator.magnitude.name
     if not operator.magnitude.formula.has_radius:
         if radius is not None:

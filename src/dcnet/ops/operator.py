@@ -1,4 +1,4 @@
-"""Which decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
+"""The choice of a decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -64,12 +64,12 @@ class Operator:
         return None
 
     def magnitude_one(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
-        """h₁, the magnitude with α = 1 (as it is, where it has no α), and its slopes."""
+        """Return h₁, the magnitude with α = 1 (if it has an α), and its slopes."""
         return self.magnitude(norm, rho, learned, **dict(self.alpha_one))
 
     @property
     def alpha_one(self) -> tuple[tuple[str, float], ...]:
-        """What sets α to 1, where the magnitude has an α."""
+        """The parameters that set α to 1; none for a magnitude without an α."""
         return (("alpha", 1.0),) if "alpha" in dict(self.magnitude.values) else ()
 
     def patch_magnitude(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -75,7 +75,7 @@ def hub_model() -> type[Any]:
             return model
 
         def forward(self, x: Tensor) -> Tensor:
-            """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
+            """Return the logits (N, classes) of images (N, C, H, W) in [0, 1]."""
             return self.net(x)  # type: ignore[no-any-return]
 
         def generate_model_card(self, *arguments: Any, **options: Any) -> Any:

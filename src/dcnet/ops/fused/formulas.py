@@ -1,4 +1,4 @@
-"""Compile the formulas of the catalog for Triton: the same code objects, with `m` bound to its Triton twin."""
+"""Compile the formulas of the catalogue for Triton: the same code objects, with `m` bound to its Triton twin."""
 
 from collections.abc import Callable
 from functools import cache
