@@ -1,12 +1,13 @@
-"""What a trained plain network keeps when it is converted to a decoupled operator, and what some epochs of training bring back.
+"""Measure what a trained plain network keeps when it is converted, and what some epochs of training bring back.
 
-For each network: a plain one is trained, then converted to each operator. Measured are the test accuracies right after the conversion,
-without and with calibration, before and after `recalibrate_`, and after some epochs of fine-tuning; beside them the plain network
-fine-tuned as long, and a decoupled one trained from scratch as long as the plain one was. The record is a JSON file; what it has is not
-measured again, and runs that were interrupted go on.
+For each network, a plain one is trained, then converted to each operator. The test accuracy is measured right after the
+conversion, without and with calibration, before and after `recalibrate_`, and after some epochs of fine-tuning. For
+comparison, the plain network is fine-tuned for as long, and a decoupled network is trained from scratch for as long as
+the plain one was. The record is a JSON file; what it has is not measured again, and interrupted runs continue.
 
 On a GPU:  python benchmarks/conversion.py --out conversion
-In small:  python benchmarks/conversion.py --out /tmp/small --data digits --recipe demo --networks cnn9_narrow --finetune-epochs 0.5,1
+In small:  python benchmarks/conversion.py --out /tmp/small --data digits --recipe demo --networks cnn9_narrow \\
+               --finetune-epochs 0.5,1
 """
 
 import argparse
@@ -102,7 +103,7 @@ def _tuned(
     folder: Path,
     options: argparse.Namespace,
 ) -> float:
-    """Accuracy after so many epochs from the plain network's weights, by the recipe it was trained with at a lower rate."""
+    """Return the accuracy after that many epochs from the plain network's weights, by its recipe at a lower rate."""
     chosen = {"epochs": epochs, "lr": options.finetune_lr, "magnitude": magnitude, "angular": angular}
     recipe = dcnet.finetune_recipe(str(plain.folder), base=base, **chosen, warmup=0.1, schedule="onecycle")
     name = "plain" if magnitude is None else f"{magnitude}+{angular}"

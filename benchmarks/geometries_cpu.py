@@ -1,8 +1,10 @@
-"""Depthwise, grouped and dilated layers of well-known networks on a CPU, forward + backward: time and memory as ratios to `nn.Conv2d`.
+"""Measure depthwise, grouped and dilated layers of well-known networks on a CPU, forward + backward.
 
-    python benchmarks/geometries_cpu.py [--only deeplab] [--repeats 10] [--cpu-time] [--magnitude tanh --angular cosine] [--out FILE]
+    python benchmarks/geometries_cpu.py [--only deeplab] [--repeats 10] [--cpu-time] [--magnitude tanh]
+                                        [--angular cosine] [--out FILE]
 
-Those are geometries in which a plain layer does little work for each number it reads, so that all that is done besides weighs more.
+Time and memory are ratios to `nn.Conv2d`. In these geometries a plain layer does little work for each number it reads,
+so that additional work weighs more.
 """
 
 import argparse
@@ -95,7 +97,8 @@ def main() -> None:
             row |= {f"{name} {what} MiB": round(memory[name][number], 2) for name in layers}
             row[f"{what} memory"] = round(memory["ours"][number] / memory["plain"][number], 2)
         print(
-            f"{geometry.network:28} {geometry!s:42} time {row['time']:6.2f}  peak {row['peak memory']:6.2f}  held {row['held memory']:6.2f}"
+            f"{geometry.network:28} {geometry!s:42} time {row['time']:6.2f}  "
+            f"peak {row['peak memory']:6.2f}  held {row['held memory']:6.2f}"
         )
         rows.append(row)
     if options.out:

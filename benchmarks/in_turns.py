@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import dcnet
 from dcnet.util.provenance import provenance
 
-MEMORY = "bytes of PyTorch's CPU allocator (torch.profiler's memory events), held after forward and peak of forward + backward"
+MEMORY = (
+    "bytes of PyTorch's CPU allocator (torch.profiler's memory events), "
+    "held after forward and peak of forward + backward"
+)
 
 
 def steps_of(layers: Mapping[str, nn.Module], shape: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
@@ -46,7 +49,10 @@ def seconds_in_turns(
 
 
 def chosen_clock(cpu_time: bool) -> tuple[Callable[[], float], str]:
-    """The clock, and its name for the record: the wall's, or of a machine that others use too the time this process has had of one core."""
+    """Return the clock, and its name for the record.
+
+    It is the wall clock, or, on a machine that others use too, the time that this process has had on one core.
+    """
     if not cpu_time:
         return time.perf_counter, "wall clock"
     torch.set_num_threads(1)

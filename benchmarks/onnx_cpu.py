@@ -1,4 +1,4 @@
-"""A converted network in onnxruntime on a CPU, as a ratio to the plain one in the same run: time, nodes, seconds to export.
+"""Compare converted networks with plain ones in onnxruntime on a CPU: time, nodes, seconds to export.
 
     python benchmarks/onnx_cpu.py [--repeats 15] [--csv FILE]        (needs timm, onnx, onnxscript, onnxruntime)
 
@@ -42,7 +42,10 @@ COLUMNS = [
 
 
 def exported(name: str, operator: tuple[str, str] | None, folder: Path) -> tuple[dict[str, object], Path]:
-    """Export a network, plain or converted, with averages of a batch and radii that differ; return what is known of it, and the file."""
+    """Export a network, plain or converted, with averages of a batch and different radii.
+
+    Return what is known of it, and the file.
+    """
     torch.manual_seed(0)
     model, x = timm.create_model(name), torch.randn(2, 3, TRACED, TRACED)
     layers = 0
@@ -85,7 +88,8 @@ def main() -> None:
                 known.append(about)
                 sessions.append(onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"]))
                 print(
-                    f"{name}, {about['operator']}: {about['nodes']} nodes, exported in {about['export_cpu_seconds']} s of a core",
+                    f"{name}, {about['operator']}: {about['nodes']} nodes, "
+                    f"exported in {about['export_cpu_seconds']} s of a core",
                     flush=True,
                 )
         x = np.random.default_rng(0).standard_normal((1, 3, SIZE, SIZE), dtype=np.float32)

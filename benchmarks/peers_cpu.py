@@ -1,9 +1,10 @@
-"""One 3×3 layer of ours and of others on a CPU, forward + backward: time and peak memory as ratios to `nn.Conv2d`.
+"""Compare one 3×3 layer of ours and of others on a CPU, forward + backward, as ratios to `nn.Conv2d`.
 
     pip install bcos torchvision; python benchmarks/peers_cpu.py [--repeats 30] [--rounds 3] [--cpu-time] [--out FILE]
 
-B-cos is the package `bcos`, which you install yourself (rows of it are left out, with a word, where it is missing). Sharpened cosine
-similarity has no package: its published formula stands below in plain PyTorch, our transcription, with its patch norm as a convolution with ones.
+B-cos is the package `bcos`, which you install yourself; without it, its rows are left out, and a message says so.
+Sharpened cosine similarity has no package: its published formula is transcribed below in plain PyTorch, with its patch
+norm as a convolution with ones. Ratios are of time and of peak and held memory.
 """
 
 import argparse
@@ -76,7 +77,8 @@ def main() -> None:
             median = sorted(times[name])[len(times[name]) // 2]
             held, peak = (mine / plain for mine, plain in zip(memory[name], memory["nn.Conv2d"], strict=True))
             print(
-                f"round {number}  {name:42} {1e3 * median:7.1f} ms  time {ratio:5.2f}  peak {peak:5.2f}  held {held:5.2f}"
+                f"round {number}  {name:42} {1e3 * median:7.1f} ms  "
+                f"time {ratio:5.2f}  peak {peak:5.2f}  held {held:5.2f}"
             )
             rows.append(
                 {

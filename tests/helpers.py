@@ -32,7 +32,10 @@ PLAIN = {0: F.linear, 1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def needs(package):
-    """The module of that name, or else a skip that names it; where everything should be installed (`make ecosystem`), an error."""
+    """Return the module of that name; skip the test, with its name, where it is not installed.
+
+    Where everything should be installed (`make ecosystem`), a missing module is an error.
+    """
     try:
         if os.environ.get("DCNET_ECOSYSTEM"):
             return importlib.import_module(package)

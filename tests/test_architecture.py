@@ -84,7 +84,7 @@ def test_imports_go_one_way(path):
 
 # Inside `ops`, from the ground up: a module imports only what stands before it (`fused` is imported where it is used).
 OPS = [
-    *("checks", "geometry", "norms", "operator", "mean_norm", "activations", "post_ops", "inputs"),
+    *("documentation", "checks", "geometry", "norms", "operator", "mean_norm", "activations", "post_ops", "inputs"),
     *("reference", "composite", "cpu", "fused", "dispatch", "api", "flops", ""),
 ]
 FUSED = [
@@ -123,12 +123,16 @@ def test_imports_inside_ops_go_one_way(folder, order):
 
 
 PRIVATE = re.compile(
-    r"\btorch\._[a-zA-Z]|\._C\b|forward_ad\._|nn\.modules\.\w+\._|from (torch|triton)\S* import _[A-Z]|_unsafe_update_src"
+    r"\btorch\._[a-zA-Z]|\._C\b|forward_ad\._|nn\.modules\.\w+\._|from (torch|triton)\S* import _[A-Z]"
+    r"|_unsafe_update_src"
 )
 
 
 def test_private_names_are_in_one_file():
-    """Of PyTorch and Triton. PyTorch's manual itself says `torch._inductor.aoti_load_package` and `torch.utils._pytree`."""
+    """Private names of PyTorch and Triton are in `util/compat.py` only.
+
+    PyTorch's manual itself uses `torch._inductor.aoti_load_package` and `torch.utils._pytree`.
+    """
     found = {
         f"{path.relative_to(ROOT)}:{number}": line.strip()
         for path in SOURCES

@@ -1,6 +1,7 @@
-"""Networks of timm, torchvision and segmentation_models_pytorch: identity conversion changes no output and no gradient; training steps are finite.
+"""Networks of timm, torchvision and segmentation_models_pytorch.
 
-Minutes in all: `make slow`. What is not installed is skipped, and says so.
+Identity conversion changes no output and no gradient; training steps are finite. All take minutes: `make slow`. What is
+not installed is skipped, and says so.
 """
 
 import copy

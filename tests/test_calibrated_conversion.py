@@ -1,4 +1,4 @@
-"""`decouple_(model, calibrate=batches)`: what a converted network keeps of the trained one, and what bad batches leave behind."""
+"""`decouple_(model, calibrate=batches)`: what a converted network keeps of the trained one, and bad batches."""
 
 import copy
 from importlib.util import find_spec
@@ -59,7 +59,7 @@ def outputs(model, name, x):
     return kept[0].transpose(0, 1).flatten(1)
 
 
-# -- what is kept ---------------------------------------------------------------------------------------------------------
+# -- what is kept ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("norm", "bias"), [(True, False), (True, True), (False, True), (False, False)])
@@ -169,7 +169,7 @@ def test_running_norms_are_those_of_the_converted_network():
     torch.testing.assert_close(model[3].running_norm, kept, rtol=0.02, atol=0.0)
 
 
-# -- what follows a layer -------------------------------------------------------------------------------------------------
+# -- what follows a layer ----------------------------------------------------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -284,7 +284,7 @@ def test_modes_and_hooks_are_as_they_were():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 def unchanged(model, before, state):
@@ -310,7 +310,11 @@ class Once(nn.Module):
     [
         ([], ValueError, "no batches"),
         (iter(()), ValueError, "no batches"),
-        ([images(2, 3, 12, 12), torch.full((2, 3, 12, 12), float("nan"))], ValueError, "batch 2 has values that are not finite"),
+        (
+            [images(2, 3, 12, 12), torch.full((2, 3, 12, 12), float("nan"))],
+            ValueError,
+            "batch 2 has values that are not finite",
+        ),
         ([torch.zeros(0, 3, 12, 12)], ValueError, "batch 1 is empty"),
         (images(2, 3, 12, 12), TypeError, r"one tensor; possible: \[images\]"),
         (7, TypeError, "got 7"),
@@ -320,8 +324,11 @@ class Once(nn.Module):
         ([images(2, 3, 12, 12) * 1e30], ValueError, "layer '0' gives values that are not finite"),
         (batches(), RuntimeError, "no more"),
     ],
-    ids=["empty", "exhausted", "nan", "no images", "tensor", "number", "dict", "tuple", "channels", "huge", "fails later"],
-)  # fmt: skip
+    ids=[
+        *("empty", "exhausted", "nan", "no images", "tensor", "number", "dict", "tuple", "channels", "huge"),
+        "fails later",
+    ],
+)
 def test_bad_batches_change_nothing(calibrate, error, words):
     model = network(norm=False)
     if words == "no more":
@@ -359,7 +366,7 @@ def test_nothing_to_convert():
     ],
 )
 def test_networks_of_timm_start_exactly_too(name):
-    """Pre-activation, concatenated, gated and unnormalized layers: what follows a convolution is found in all of them."""
+    """What follows a convolution is found in pre-activation, concatenated, gated and unnormalized layers alike."""
     if find_spec("timm") is None:
         pytest.skip("timm not installed")
     make_torchvision_importable()

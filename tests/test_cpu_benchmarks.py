@@ -1,4 +1,7 @@
-"""The scripts under benchmarks/ that compare layers on a CPU: what they count, what they run, and that the README says what was recorded."""
+"""The scripts under benchmarks/ that compare layers on a CPU: what they count, and what they run.
+
+The README says what was recorded.
+"""
 
 import csv
 import statistics

@@ -83,7 +83,7 @@ def check(model, x, target=None):
     return found
 
 
-# -- layers ---------------------------------------------------------------------------------------------------------------
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("magnitude", "angular", "weighting"), OPERATORS)
@@ -165,7 +165,7 @@ def test_an_angular_function_that_is_not_0_at_a_right_angle(catalogue):
     torch.testing.assert_close((slopes * x).sum(), half(x).sum(), **EXACT)
 
 
-# -- networks -------------------------------------------------------------------------------------------------------------
+# -- networks ----------------------------------------------------------------------------------------------------------
 
 
 def small(magnitude, angular, norm, bias):
@@ -273,7 +273,7 @@ def test_without_captum_the_error_says_what_to_install(monkeypatch):
             method(model, x, torch.tensor([0]))
 
 
-# -- what is not linear ---------------------------------------------------------------------------------------------------
+# -- what is not linear ------------------------------------------------------------------------------------------------
 
 
 class InPlace(nn.Module):
@@ -367,7 +367,7 @@ def test_models_that_give_something_else():
         dcnet.explain(Detached().eval(), x)
 
 
-# -- the context ----------------------------------------------------------------------------------------------------------
+# -- the context -------------------------------------------------------------------------------------------------------
 
 
 def input_gradient(model, x):

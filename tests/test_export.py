@@ -308,7 +308,7 @@ def test_weights_come_back_into_a_plain_model(tmp_path):
         dcnet.load_weights_(plain(), tmp_path / "nowhere.safetensors")
 
 
-# -- ONNX, where it is installed ---------------------------------------------------------------------------------------------
+# -- ONNX, where it is installed ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -328,7 +328,8 @@ def test_onnx(onnx, tmp_path, half):
     onnx.checker.check_model(made)
     assert made.opset_import[0].version == 18
     assert [given.name for given in made.graph.input] == ["input"]
-    # six layers, one of them called twice; three additions, three activations and two BatchNorms that stay are the network's own
+    # six layers, one of them called twice; the network itself has three additions, three activations and two BatchNorms
+    # that stay
     assert report.nodes == len(made.graph.node)
     if not half:
         assert report.nodes <= 12 * 7
@@ -383,7 +384,7 @@ def test_the_command_line(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_many_operators_to_onnx(onnx, tmp_path):
-    """A third of them side by side in one graph, every magnitude, angle and weighting among them, with every geometry in turn."""
+    """A third of them side by side in one graph, with every magnitude, angle, weighting and geometry among them."""
     chosen = OPERATORS[::3]
     for i, everything in enumerate(zip(*OPERATORS, strict=True)):
         assert {operator[i] for operator in chosen} == set(everything)

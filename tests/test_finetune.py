@@ -1,4 +1,7 @@
-"""`dcnet finetune`: from a trained network to a run that can be resumed, evaluated and attacked; networks of other libraries, and one's own."""
+"""`dcnet finetune`: from a trained network to a run that can be resumed, evaluated and attacked.
+
+The network is ours, another library's, or the user's own.
+"""
 
 import json
 import sys
@@ -23,8 +26,8 @@ calls = []
 
 def network(num_classes, in_channels=1):
     calls.append((num_classes, in_channels))
-    return nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-                         nn.Linear(32, num_classes))
+    return nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+                         nn.Flatten(), nn.Linear(32, num_classes))
 
 def without_convolutions():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
@@ -65,7 +68,7 @@ def accuracy(model):
     return 100.0 * float(right.float().mean())
 
 
-# -- networks of ours -----------------------------------------------------------------------------------------------------
+# -- networks of ours --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_converted_and_keeps_its_accuracy(trained, tmp_path):
@@ -130,7 +133,7 @@ def test_the_plain_network_is_trained_on_as_a_control(trained, tmp_path):
     assert run.accuracy == pytest.approx(trained.accuracy, abs=2.0)
 
 
-# -- the command ----------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def command(*words):
@@ -180,7 +183,7 @@ def test_what_cannot_be_is_said_and_leaves_no_folder(tmp_path, monkeypatch, word
     assert not (tmp_path / "run").exists()
 
 
-# -- files of weights -----------------------------------------------------------------------------------------------------
+# -- files of weights --------------------------------------------------------------------------------------------------
 
 
 def test_files_of_weights_that_do_not_fit(trained, tmp_path):
@@ -209,7 +212,7 @@ def test_files_of_weights_that_do_not_fit(trained, tmp_path):
         start(tmp_path / "seven.safetensors")
 
 
-# -- networks of one's own, and of libraries ------------------------------------------------------------------------------
+# -- networks of one's own, and of libraries ---------------------------------------------------------------------------
 
 
 def test_a_network_of_ones_own_is_imported_only_when_it_is_named(own, monkeypatch):

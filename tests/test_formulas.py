@@ -123,7 +123,7 @@ def test_what_learnable_takes():
 
 
 def test_sharpened_cosine_similarity(catalogue):
-    """sign(⟨w, x⟩)·(|⟨w, x⟩|/((‖w‖ + q)(‖x‖ + q)))^p: its p is the angular function's, its q the radius of a magnitude."""
+    """sign(⟨w, x⟩)·(|⟨w, x⟩|/((‖w‖ + q)(‖x‖ + q)))^p has the angular function's p, and as q a magnitude's radius."""
 
     @dcnet.magnitude(bounded=True)
     def shrunk(n, rho, p: at_least(1.0) = 1.0):

@@ -1,4 +1,4 @@
-"""`fuse_`: BatchNorm and activation in a convolution's pass, in models we did not write; the same results, keys and hooks."""
+"""`fuse_`: BatchNorm and activation in a convolution's pass, in other people's models; same results, keys and hooks."""
 
 import copy
 import pickle

@@ -23,7 +23,7 @@ def images(count=16):
     return torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-# -- what comes with dcnet ------------------------------------------------------------------------------------------------
+# -- what comes with dcnet ---------------------------------------------------------------------------------------------
 
 
 def test_the_networks_that_come_with_dcnet_are_as_good_as_they_say():
@@ -64,7 +64,7 @@ def test_an_unknown_name_says_what_there_is():
         load(f"hub:{name}x")
 
 
-# -- a folder of one's own ------------------------------------------------------------------------------------------------
+# -- a folder of one's own ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_goes_into_a_folder_and_comes_out(run, tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_damaged_folder_is_said_to_be_one(run, tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
-# -- files that describe themselves ---------------------------------------------------------------------------------------
+# -- files that describe themselves ------------------------------------------------------------------------------------
 
 
 def test_a_converted_network_goes_through_a_file(run, tmp_path):
@@ -160,7 +160,7 @@ def test_files_that_are_not_ours(tmp_path):
         load(tmp_path / "missing.safetensors")
 
 
-# -- model cards, and the Hugging Face hub --------------------------------------------------------------------------------
+# -- model cards, and the Hugging Face hub -----------------------------------------------------------------------------
 
 
 def test_a_card_says_what_is_known(run):

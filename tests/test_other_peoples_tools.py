@@ -1,4 +1,7 @@
-"""What docs/other-tools.md says of tools that merge kernels, make optimizers, quantize and export: it is so, also where it is bad."""
+"""What docs/other-tools.md says of tools that merge kernels, make optimizers, quantize and export is true.
+
+That includes what does not work.
+"""
 
 import copy
 
@@ -29,7 +32,7 @@ def off(found, expected):
     return float(((found - expected).norm() / expected.norm()).detach())
 
 
-# -- tools that merge kernels ---------------------------------------------------------------------------------------------
+# -- tools that merge kernels ------------------------------------------------------------------------------------------
 
 
 def test_batchnorm_folded_into_kernels():
@@ -80,7 +83,7 @@ def test_peft_beside_a_layer_and_merged():
     torch.testing.assert_close(model(x), right)
 
 
-# -- optimizers -----------------------------------------------------------------------------------------------------------
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 def decays(optimizer, model):
@@ -159,7 +162,7 @@ def test_accelerate_trains_everything():
     assert all(not torch.equal(before[name], p) for name, p in accelerator.unwrap_model(model).named_parameters())
 
 
-# -- quantization and export ----------------------------------------------------------------------------------------------
+# -- quantization and export -------------------------------------------------------------------------------------------
 
 
 def test_torchao_with_and_without_the_layers():

@@ -165,7 +165,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_a_fixed_exponent_costs_nothing_more():
-    """The slope in p, and the logarithm it takes, are computed where p is learned; the power once, kept for backward."""
+    """The slope in p, with its logarithm, is computed only where p is learned; the power once, kept for backward."""
     found = {}
     for p in ("3", "learned"):
         layer = dcnet.DecoupledConv2d(2, 4, 3, magnitude="linear", angular=f"power_cosine:p={p}")

@@ -50,6 +50,17 @@ def test_help_of_a_layer(kind):
         assert "Any" not in str(parameter.annotation)
 
 
+@pytest.mark.parametrize("name", ["decoupled_conv1d", "decoupled_conv2d", "decoupled_conv3d", "decoupled_linear"])
+def test_help_of_a_function(name):
+    """As of a layer; the arguments that the others share are in each of them."""
+    text = inspect.getdoc(getattr(dcnet, name))
+    for part in ("h(‖w‖, ‖x‖)·g(θ)", "Args:", "Shape:", "Examples:", f"dcnet.{name}(", "CVPR 2018"):
+        assert part in text
+    for argument, parameter in inspect.signature(getattr(dcnet, name)).parameters.items():
+        assert f"\n    {argument}: " in text
+        assert "Any" not in str(parameter.annotation)
+
+
 def test_repr():
     conv = dcnet.DecoupledConv2d(3, 4, 3)
     assert "relu(norm(conv(x)) [+ residual])" in repr(dcnet.Block(conv, nn.BatchNorm2d(4), "relu"))

@@ -1,4 +1,4 @@
-"""The code of docs/your-model.md runs from the first block to the last, where the packages it is about are installed."""
+"""The code of docs/your-model.md runs from the first block to the last, where its packages are installed."""
 
 import re
 from importlib.util import find_spec

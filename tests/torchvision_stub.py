@@ -1,4 +1,7 @@
-"""Makes torchvision importable where it has no build for this PyTorch: its compiled operators are defined, without code."""
+"""Make torchvision importable where it has no build for this PyTorch.
+
+Its compiled operators are defined, but have no code.
+"""
 
 import importlib
 import sys
@@ -6,11 +9,11 @@ from importlib.util import find_spec
 
 import torch
 
-_KEPT = []  # a library that is gone takes its operators along
+_KEPT = []  # an operator exists only as long as its library
 
 
 def make_torchvision_importable():
-    """Import torchvision, where it is installed; define the operators that its import asks for only where they are missing."""
+    """Import torchvision, where it is installed; define the operators that its import needs if they are missing."""
     if find_spec("torchvision") is None:
         return
     try:

@@ -1,6 +1,9 @@
-"""Add the network of a finished run to the trained networks that come with dcnet: python tools/add_model.py RUN NAME [FOLDER]
+"""Add the network of a finished run to the trained networks that come with dcnet.
 
-Attack the run first (dcnet attack RUN), so that the index and the metadata say how robust it is. The weights are stored in bfloat16.
+    python tools/add_model.py RUN NAME [FOLDER]
+
+Attack the run first (dcnet attack RUN), so that the index and the metadata say how robust it is. The weights are stored
+in bfloat16.
 """
 
 import sys

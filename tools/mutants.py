@@ -148,9 +148,9 @@ MUTANTS = [
     ),
     Mutant(
         "patch norm: the gradient of a window one off",
-        "ops/norms.py",
-        "spans = [(size - 1) * dilation",
-        "spans = [(size - 1) * 1",
+        "ops/cpu/autograd.py",
+        "_BoxSum.apply(grad, ctx.windows, not",
+        "_BoxSum.apply(grad, tuple(w._replace(before=w.before + 1) for w in ctx.windows), not",
         "test_operators.py",
     ),
     Mutant(
@@ -433,9 +433,9 @@ MUTANTS = [
     ),
     Mutant(
         "fused: gradient in front of the activation",
-        "ops/fused/call.py",
-        '                e, activation, energy = (back("behind"), 0), 0, False',
-        "                activation, energy = 0, False",
+        "ops/fused/plan.py",
+        'arguments |= {"e_ptr": at["behind"], "ACTIVATION": 0,',
+        'arguments |= {"ACTIVATION": 0,',
         "test_fused.py",
     ),
     Mutant(
@@ -459,7 +459,7 @@ MUTANTS = [
         "in_p, other=0.0)[:, None] * 0.0",
         "test_chain.py",
     ),
-    Mutant("chain: added before and after", "ops/fused/function.py", "add=call.maps == 0", "add=True", "test_chain.py"),
+    Mutant("chain: added before and after", "ops/fused/autograd.py", "add=plan.maps == 0", "add=True", "test_chain.py"),
     Mutant(
         "chain: the sum behind a residual forgotten",
         "ops/fused/operands.py",
@@ -476,9 +476,9 @@ MUTANTS = [
     ),
     Mutant(
         "chain: energies of another tensor",
-        "ops/fused/convolution.py",
-        "if carry is not None and x is carry.of else None",
-        "if carry is not None else None",
+        "ops/fused/api.py",
+        "if x is inputs.x and geometry.groups == 1 else None",
+        "if geometry.groups == 1 else None",
         "test_chain.py",
     ),
     Mutant(

@@ -25,10 +25,10 @@ def operators() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. what: "layer", "network" or "model" (another library's); name: its shape, or its name; mode: what is timed."""
+    """One measurement."""
 
-    what: str
-    name: str
+    what: str  # "layer", "network" or "model" (of another library)
+    name: str  # the shape of a layer, or the name of a network or model
     mode: str  # "forward", "forward + backward", "training step", "inference"
     batch: int
     dtype: str  # "bfloat16" (autocast) or "float32"

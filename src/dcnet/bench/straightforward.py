@@ -15,7 +15,7 @@ class StraightforwardConv2d(DecoupledConv2d):
     """`DecoupledConv2d` without weighting, computed step by step."""
 
     def forward(self, x: Tensor, post_ops: PostOps | None = None) -> Tensor:
-        """h(‖x‖)·g(θ) for x (N, C, H, W), post_opsed."""
+        """Return h(‖x‖)·g(θ) for x (N, C, H, W), after its post-ops."""
         weight = self.weight / (self.weight.square().sum((1, 2, 3), keepdim=True) + self.eps).sqrt()
         dot = F.conv2d(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
         squares = x.float().square().sum(1, keepdim=True)

@@ -37,7 +37,7 @@ def export(
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
 ) -> None:
-    """Write a trained network for other programs: ONNX, torch.export, compiled by Inductor (aoti), or weights as safetensors.
+    """Write a trained network for other programs: ONNX, torch.export, aoti (compiled by Inductor), or safetensors.
 
     The file is compared with the network itself on test images, by onnxruntime for ONNX, before it appears.
     """

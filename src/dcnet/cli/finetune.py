@@ -1,4 +1,7 @@
-"""`dcnet finetune`: a trained network, converted to a decoupled operator, and trained on. Its other flags are those of `dcnet train`."""
+"""`dcnet finetune`: convert a trained network to a decoupled operator and train it further.
+
+Its other flags are those of `dcnet train`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,14 +20,16 @@ def finetune(
     model: Annotated[
         str,
         typer.Argument(
-            help="timm:NAME, torchvision:NAME, a run folder, a network of dcnet, or MODULE:CALLABLE, which is imported and called.",
+            help="timm:NAME, torchvision:NAME, a run folder, a network of dcnet, or MODULE:CALLABLE, which is imported "
+            "and called.",
             metavar="MODEL",
         ),
     ],
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Its trained weights: a .safetensors file, a run folder, or library for those that timm or torchvision downloads.",
+            help="Its trained weights: a .safetensors file, a run folder, or library for those that timm or "
+            "torchvision downloads.",
             metavar="WEIGHTS",
         ),
     ] = None,
@@ -38,10 +43,10 @@ def finetune(
     trust_formulas: TrustFormulas = False,
     tensorboard: WithTensorBoard = False,
 ) -> None:
-    """Convert a trained network to a decoupled operator, calibrate it, and train it on.
+    """Convert a trained network to a decoupled operator, calibrate it, and train it further.
 
-    Without --recipe: 5 epochs of Adam, 3e-4, one cycle, and 10 batches of calibration. The same command goes on with a run that was
-    interrupted, and so does dcnet train --resume. With --magnitude none the plain network is trained on.
+    Without --recipe: 5 epochs of Adam, 3e-4, one cycle, and 10 batches of calibration. The same command continues a run
+    that was interrupted, and so does dcnet train --resume. With --magnitude none the plain network is trained further.
 
     For example: dcnet finetune torchvision:resnet18 --weights library --data imagefolder:flowers --magnitude seg
     """

@@ -76,7 +76,7 @@ class Resident:
         return torch.where(at < self.size, at, 2 * (self.size - 1) - at)
 
     def test_batches(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's share of the test images, each once, in order."""
+        """Yield this rank's share of the test images, each once, in order."""
         mine = share(self.test_length, rank, world)
         images, labels = self.test.images[mine], self.test.labels[mine]
         for start in range(0, len(labels), batch):

@@ -45,8 +45,8 @@ def run_model(model: nn.Module, arguments: Arguments) -> list[Tensor]:
 def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch.dtype) -> Checked:
     """Return how far an exported model is off; raise where that is more than rounding in its dtype explains.
 
-    The measure is the model in float64: an exported model may be off four times as far as the model itself in the same dtype, and a few
-    units in the last place besides.
+    The measure is the model in float64. The exported model may be off by four times as much as the model itself in the
+    same dtype, plus a few units in the last place.
     """
     exact = run_model(cast_model(model, torch.float64), cast_inputs(arguments, torch.float64))
     itself = run_model(cast_model(model, dtype), cast_inputs(arguments, dtype))
@@ -64,8 +64,8 @@ def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch
     allowed = 4.0 * own + 64.0 * torch.finfo(dtype).eps * size
     if not off <= allowed:
         raise Mismatch(
-            f"the exported model is off by {off / max(size, 1e-30):.2e} of the output's size, where rounding in {_name(dtype)} explains "
-            f"{allowed / max(size, 1e-30):.2e}"
+            f"the exported model is off by {off / max(size, 1e-30):.2e} of the output's size, "
+            f"where rounding in {_name(dtype)} explains {allowed / max(size, 1e-30):.2e}"
         )
     between = rms([a.double() - b.double() for a, b in zip(found, itself, strict=True)])
     return Checked(tuple(tuple(value.shape) for value in tensors(arguments)), between / max(size, 1e-30))

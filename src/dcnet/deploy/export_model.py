@@ -84,7 +84,8 @@ class ExportReport:
             lines.append(f"  for {free.get(self.dynamic, 'this batch and size only')}")
             by = "onnxruntime" if self.to == "onnx" else "PyTorch"
             lines += [
-                f"  checked with {by} on {' and '.join('×'.join(map(str, shape)) for shape in one.shapes)}: off by {one.error:.1e} of the output"
+                f"  checked with {by} on {' and '.join('×'.join(map(str, shape)) for shape in one.shapes)}: "
+                f"off by {one.error:.1e} of the output"
                 for one in self.checked
             ]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])

@@ -16,16 +16,20 @@ from dcnet.util.compat import BatchNorm
 
 
 def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
-    """Return a copy of the model in evaluation mode that computes the same with fewer operations; the model stays as it is.
+    """Return a copy of the model in evaluation mode that computes the same with fewer operations.
 
-    Layers that are plain ones become plain (`couple_`), other decoupled layers become `Inference` modules. example_input: what the model is
-    called with; the BatchNorms that follow such a layer, and nothing else does, are then folded into it, wherever in the code that is.
+    Decoupled layers that compute a plain convolution become plain (`couple_`), the others become `Inference` modules.
+    The model itself stays as it is.
+
+    With an example_input, the arguments of a call of the model, a BatchNorm that alone follows an `Inference` module is
+    folded into it, wherever in the code the two are called.
     """
     refuse_wrapped(model, "cannot make a copy for inference of", "export")
     for name, layer in decoupled_layers(model).items():
         if layer._forward_hooks or layer._forward_pre_hooks:
             raise ValueError(
-                f"layer {name or '(the model itself)'!r} has forward hooks, which an exported model would not have; remove them first"
+                f"layer {name or '(the model itself)'!r} has forward hooks, which an exported model would not have; "
+                "remove them first"
             )
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     couple_(ready)
@@ -78,7 +82,7 @@ def _followed_by_norm(model: nn.Module, example_input: Any) -> dict[Inference, n
         for hook in hooks:
             hook.remove()
     for output in tree_leaves(outputs):
-        uses.count(output)  # what the model gives is used by whoever called it
+        uses.count(output)  # the caller of the model uses its output
     return {
         layer: norm
         for layer, norm in norms.items()
@@ -87,7 +91,10 @@ def _followed_by_norm(model: nn.Module, example_input: Any) -> dict[Inference, n
 
 
 class _Uses(TorchFunctionMode):
-    """Counts how often the outputs of layers are arguments of a function of PyTorch; their shapes and the like do not count."""
+    """Counts how often outputs of layers are arguments of a PyTorch function that returns tensors.
+
+    Functions that read a shape or the like do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +136,10 @@ def _is_foldable(module: nn.Module) -> bool:
 
 
 def _rest_of(norm: nn.Module) -> nn.Module | None:
-    """Return what is left of a BatchNorm once it is folded: of timm's, what it does afterwards; None for an unknown class."""
+    """Return what is left of a BatchNorm once it is folded; None for an unknown class.
+
+    Of timm's BatchNorm, dropout and activation are left.
+    """
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return nn.Identity()
     if type(norm).__name__ == "BatchNormAct2d" and type(norm).__module__.startswith("timm."):

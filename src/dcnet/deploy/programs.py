@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
 
 
 def trace(model: nn.Module, arguments: Arguments, dynamic: tuple[str, ...]) -> ExportedProgram:
-    """Return the program of a model. dynamic: which of "batch" and "size" it is to be for any of, as far as the model allows."""
+    """Return the program of a model; dynamic: which of "batch" and "size" stay free, as far as the model allows it."""
     if "batch" in dynamic:  # a size of 1 is taken for a constant, and more than 2 is only more work
         arguments = with_batch(arguments, 2)
     with torch.no_grad(), quiet():
@@ -89,7 +89,7 @@ def run_program(data: bytes) -> Runner:
 
 
 def compile_program(program: ExportedProgram) -> bytes:
-    """Return the package that `torch._inductor.aoti_load_package` reads: compiled for this machine's processor or GPU."""
+    """Return the package that `torch._inductor.aoti_load_package` reads, compiled for this processor or GPU."""
     from torch._inductor import aoti_compile_and_package
 
     with tempfile.TemporaryDirectory() as folder, quiet(), torch.no_grad():
@@ -97,8 +97,8 @@ def compile_program(program: ExportedProgram) -> bytes:
             path = aoti_compile_and_package(program, package_path=str(Path(folder) / "model.pt2"))
         except Exception as error:
             raise RuntimeError(
-                f"Inductor cannot compile the model here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else error}); "
-                "it needs a C++ compiler (g++ or clang++)"
+                f"Inductor cannot compile the model here ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else error}); it needs a C++ compiler (g++ or clang++)"
             ) from error
         return Path(path).read_bytes()
 

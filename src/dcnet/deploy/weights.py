@@ -1,4 +1,7 @@
-"""Weights of any converted model as safetensors, with the conversion beside them: enough to make the model again from the plain one."""
+"""Weights of any converted model as safetensors, with a record of the conversion.
+
+Together they are enough to make the converted model again from the plain one.
+"""
 
 import copy
 import json
@@ -64,7 +67,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if metadata.get("format") != FORMAT:
         hint = "; dcnet.load reads it" if str(metadata.get("format")).startswith("dcnet weights") else ""
         raise ValueError(
-            f"{path} does not hold weights of dcnet.export: its format is {metadata.get('format')!r}, expected {FORMAT!r}{hint}"
+            f"{path} does not hold weights of dcnet.export: its format is {metadata.get('format')!r}, "
+            f"expected {FORMAT!r}{hint}"
         )
     try:
         about = json.loads(metadata["about"])

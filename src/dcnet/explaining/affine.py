@@ -1,4 +1,7 @@
-"""Whether an output is a linear map of the input for one image, plus constants: read off autograd's record of how it was computed."""
+"""Check that an output is a linear map of the input for one image, plus constants.
+
+Autograd's record of how the output was computed tells it.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,8 +11,9 @@ from torch import Tensor, nn
 # Operations by the names of autograd's nodes, without "Backward" and numbers. Linear in all their tensors together:
 _LINEAR = """
     Add Sub Rsub Neg Sum Mean Cumsum Clone ToCopy Copys Alias AsStrided Contiguous
-    View ReshapeAlias UnsafeView T Transpose Permute Squeeze Unsqueeze Expand Slice Select Split SplitWithSizes UnsafeSplit Unbind
-    Cat Stack Index IndexSelect IndexPut Gather Repeat RepeatInterleave Roll Flip Narrow Unfold ImCol ColIm PixelShuffle PixelUnshuffle Diagonal
+    View ReshapeAlias UnsafeView T Transpose Permute Squeeze Unsqueeze Expand Slice Select Split SplitWithSizes
+    UnsafeSplit Unbind Cat Stack Index IndexSelect IndexPut Gather Repeat RepeatInterleave Roll Flip Narrow Unfold
+    ImCol ColIm PixelShuffle PixelUnshuffle Diagonal
     ConstantPadNd ReflectionPadD ReplicationPadD AvgPoolD AdaptiveAvgPoolD MaskedFill MaskedSelect Dropout NativeDropout
     UpsampleNearestD UpsampleNearestExactD UpsampleLinearD UpsampleBilinearD UpsampleBicubicD UpsampleTrilinearD
     UpsampleBilinearDAa UpsampleBicubicDAa
@@ -51,8 +55,8 @@ def check_affine(output: Tensor, image: Tensor, model: nn.Module, modules: Mappi
                 where = modules.get(node)
                 place = "" if where is None else f" in {where or 'the model itself'!r} ({_class_of(model, where)})"
                 raise ValueError(
-                    f"the network is not a linear map for one image: {node.name()}{place} {reason}. Explanations take decoupled and plain "
-                    "layers, additions, pooling, BatchNorm in evaluation, and ReLU and its kin"
+                    f"the network is not a linear map for one image: {node.name()}{place} {reason}. Explanations take "
+                    "decoupled and plain layers, additions, pooling, BatchNorm in evaluation, and ReLU and its kin"
                 )
     if output.grad_fn not in depends:
         raise ValueError(
@@ -61,7 +65,7 @@ def check_affine(output: Tensor, image: Tensor, model: nn.Module, modules: Mappi
 
 
 def recorder(modules: dict[Any, str], name: str) -> Callable[..., None]:
-    """A forward hook that notes which module gave a result; the innermost comes first."""
+    """Return a forward hook that notes which module gave a result; the innermost module counts."""
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.grad_fn is not None:
@@ -71,7 +75,7 @@ def recorder(modules: dict[Any, str], name: str) -> Callable[..., None]:
 
 
 def _in_order(last: Any) -> list[Any]:
-    """The nodes that lead to the last one, each after those it takes from."""
+    """Return the nodes that lead to the last one, each after those whose results it takes."""
     order: list[Any] = []
     entered: set[Any] = set()
     stack = [(last, False)]
@@ -87,7 +91,7 @@ def _in_order(last: Any) -> list[Any]:
 
 
 def _operation(node: Any) -> str:
-    """The name of an operation, such as Gelu, MaxPoolD for any number of dimensions."""
+    """Return the name of an operation without digits, such as Gelu, or MaxPoolD for any number of dimensions."""
     name = node.name().rpartition("::")[2].replace("Backward", "")
     return "".join(letter for letter in name if not letter.isdigit())
 

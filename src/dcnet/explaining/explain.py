@@ -76,7 +76,7 @@ def _check_images(images: Tensor) -> None:
 
 
 def _chosen(outputs: Any, target: int | Sequence[int] | Tensor | None, count: int) -> Tensor:
-    """The class of each image that is to be explained."""
+    """Return the class to explain for each image."""
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != count:
         got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(f"the model must give logits ({count}, classes), got {got}")

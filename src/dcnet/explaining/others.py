@@ -12,14 +12,18 @@ def _captum() -> Any:
         from captum import attr
     except ImportError:
         raise ModuleNotFoundError(
-            "Grad-CAM and integrated gradients are captum's, which is not installed; run: pip install 'dcnet[explanations]'",
+            "Grad-CAM and integrated gradients are captum's, which is not installed; "
+            "run: pip install 'dcnet[explanations]'",
             name="captum",
         ) from None
     return attr
 
 
 def grad_cam(model: nn.Module, images: Tensor, target: Tensor, layer: nn.Module | None = None) -> Tensor:
-    """Return Grad-CAM of a layer, the last convolution if none is given, stretched to the size of the images: (N, H, W), not below 0."""
+    """Return Grad-CAM maps (N, H, W) of a layer, interpolated to the size of the images; none is below 0.
+
+    layer: the last convolution if none is given.
+    """
     attr = _captum()
     check_evaluating(model)
     if layer is None:
@@ -34,7 +38,10 @@ def grad_cam(model: nn.Module, images: Tensor, target: Tensor, layer: nn.Module 
 
 
 def integrated_gradients(model: nn.Module, images: Tensor, target: Tensor, steps: int = 32) -> Tensor:
-    """Return integrated gradients from a black image, in the shape of the images. Their sum is the logit less that of the black image, nearly."""
+    """Return integrated gradients from a black image, in the shape of the images.
+
+    Their sum is close to the logit minus that of the black image.
+    """
     attr = _captum()
     check_evaluating(model)
     found = attr.IntegratedGradients(model).attribute(images, target=target, n_steps=steps, internal_batch_size=64)

@@ -12,7 +12,10 @@ Explained = Mapping[str, Any]  # what `explained_examples` gives
 
 
 def explanation_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict[str, str]:
-    """What stands above the image (what the network says, ✗ where that is wrong) and above its contributions (the sum that is the logit)."""
+    """Return the captions above the image and above its contributions.
+
+    The first is the predicted class, with ✗ if it is wrong; the second shows the parts whose sum is the logit.
+    """
     pixels = example["logit"] - example["bias"]
     wrong = "" if example["class"] == example["label"] else " ✗"
     return {
@@ -22,7 +25,10 @@ def explanation_captions(example: Mapping[str, Any], classes: Sequence[str]) -> 
 
 
 def draw_explanation(axes: Sequence[Any], example: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Draw one image and its maps on as many axes: light speaks for the class, dark against it, each map in its own range."""
+    """Draw one image and its maps, one on each of the axes.
+
+    Light pixels speak for the class, dark pixels against it; each map has its own range.
+    """
     captions = explanation_captions(example, classes)
     picture = decoded(example["image"], example["channels"], example["size"]).numpy().transpose(1, 2, 0).clip(0.0, 1.0)
     axes[0].imshow(picture.squeeze(), cmap="gray", vmin=0.0, vmax=1.0, interpolation="nearest")
@@ -37,7 +43,7 @@ def draw_explanation(axes: Sequence[Any], example: Mapping[str, Any], classes: S
 
 
 def explanations_figure(runs: Mapping[str, Explained]) -> Any:
-    """A column for each image; for each run a row of images and one for every kind of map."""
+    """Return a figure with a column for each image; each run has a row of images and a row for each kind of map."""
     names = ["image", *next(iter(runs.values()))["examples"][0]["maps"]]
     count = max(len(explained["examples"]) for explained in runs.values())
     figure, axes = new_figure(len(names) * len(runs), count, 1.25, 1.45)

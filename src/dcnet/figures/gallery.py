@@ -24,8 +24,8 @@ from dcnet.util.text import printable
 class Kind:
     """A figure: what it shows, and what it needs of each run.
 
-    That is "metrics", "inspection", "attacks", "contributions", the same beside "others" by captum, or "" where it needs
-    no run.
+    That is "metrics", "inspection", "attacks", "contributions", "others" (contributions beside captum's methods), or ""
+    where it needs no run.
     """
 
     shows: str

@@ -15,13 +15,15 @@ COUNT = 6
 
 
 def explained_examples(run: Run, data_root: str | Path = "data", others: bool = False) -> dict[str, Any]:
-    """The first test image of each of some classes, what the network says of it, and maps of the pixels that speak for that.
+    """Return the first test image of each of some classes, what the network predicts, and maps of why.
 
-    others: also with Grad-CAM and integrated gradients, for which captum must be installed.
+    The maps show which pixels speak for the predicted class. others: also with Grad-CAM and integrated gradients, for
+    which captum must be installed.
     """
     if run.recipe.data.startswith(FOLDER):
         raise ValueError(
-            f"{run.folder} was trained on {run.recipe.data}, which is too large to pick images from; use dcnet.explain on images of yours"
+            f"{run.folder} was trained on {run.recipe.data}, which is too large to pick images from; "
+            "use dcnet.explain on images of yours"
         )
     if not run.checkpoint.is_file():
         raise FileNotFoundError(f"{run.folder} has no checkpoint.safetensors, and so no network to explain")

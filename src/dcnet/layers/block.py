@@ -21,8 +21,8 @@ class Block(HandsOn):
     Args:
         conv: a convolution or linear layer, decoupled or plain.
         norm: what follows it, such as `nn.BatchNorm2d`; None for nothing.
-        activation: None, "relu", "prelu" (a slope for each channel, starting at 0), "relu6", "silu", "gelu", "gelu_tanh"
-            or "hardswish".
+        activation: None, "relu", "prelu" (a slope for each channel, starting at 0), "relu6", "silu", "gelu",
+            "gelu_tanh" or "hardswish".
 
     Shape:
         Input as the convolution takes it; residual and output as the convolution gives it.
@@ -73,7 +73,7 @@ class Block(HandsOn):
         return conv(x, post_ops=post_ops), None
 
     def _one_by_one(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return the same with a pass for each."""
+        """Return the same, computed with one pass for each part."""
         y, norm = self.conv(x), self.norm
         if norm is not None:
             y = norm(y)

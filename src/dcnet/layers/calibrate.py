@@ -1,17 +1,22 @@
-"""The start of a converted network: as much of the trained network's function as another operator can keep.
+"""Start a converted network with as much of the trained network's function as another operator can keep.
 
-A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted one f = h(n)·g(θ). What is kept is what follows:
+A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted layer gives f = h(n)·g(θ). This is what is kept:
 
-- *The scale.* Over a layer's patches, each channel of f gets the mean and the deviation of its y: a·f + d with a = σ_y/σ_f and
-  d = μ_y − a·μ_f. So ‖w‖, which an unweighted operator does not have, is not lost: for LinearConv a is ‖w‖, and the start is exact.
-  A BatchNorm behind the layer takes a and d: γ·(a·f + d − μ)/√(v + ε) is γ'·(f − μ')/√(v' + ε) with μ' = μ_f + (μ − μ_y)/a,
-  v' = v/a² and γ' = γ·√((v + a²ε)/(v + ε)). Its averages are then those of f, as in training, and γ' is not γ only for the sake of ε.
-  Where no BatchNorm follows, ‖w‖ itself is the scale: the operator gets `weighting="linear"`, w becomes a·w, and a bias takes d.
-- *The shape.* What a scale cannot give back is that h is bent. Over the patches, h and n have an angle: 1 − ⟨h, n⟩²/(⟨h, h⟩⟨n, n⟩) is the
-  share of the signal that is lost. A small radius bends h within the norms that occur, a large one makes it a straight line, and the
-  operator a slow way to write LinearConv. The radius is the smallest that loses no more than `LOST`.
-- *The order.* Layer after layer: the statistics of f are measured on what the converted layers before it give, each of which has its mean and
-  deviation back already, those that the trained layer has on the same batch. Two passes over the batches do it, one of each network.
+- *The scale.* Over a layer's patches, each channel of f gets the mean and the deviation of its y: a·f + d with
+  a = σ_y/σ_f and d = μ_y − a·μ_f. So ‖w‖, which an unweighted operator does not have, is not lost: for LinearConv a is
+  ‖w‖, and the start is exact.
+  A BatchNorm after the layer takes a and d: γ·(a·f + d − μ)/√(v + ε) is γ'·(f − μ')/√(v' + ε) with
+  μ' = μ_f + (μ − μ_y)/a, v' = v/a² and γ' = γ·√((v + a²ε)/(v + ε)). Its averages are then those of f, as in training;
+  γ' differs from γ only because of ε.
+  Where no BatchNorm follows, ‖w‖ itself is the scale: the operator gets `weighting="linear"`, w becomes a·w, and a bias
+  takes d.
+- *The shape.* A scale cannot undo that h is bent. Over the patches, h and n enclose an angle, and the share of the
+  signal that is lost is 1 − ⟨h, n⟩²/(⟨h, h⟩⟨n, n⟩). A small radius bends h within the norms that occur. A large radius
+  makes h a straight line, and the operator a slow way to write LinearConv. So the radius is the smallest that loses no
+  more than `LOST`.
+- *The order.* Layers are calibrated one after the other. The statistics of f are measured on the outputs of the
+  converted layers before it. Each of these has its mean and deviation back already: those that the trained layer has on
+  the same batch. This takes two passes over the batches, one by each network.
 """
 
 from typing import Any
@@ -25,15 +30,18 @@ from dcnet.layers.observe import Moments, Observed, channels, evaluating, hooks
 from dcnet.ops import make_operator
 from dcnet.util.compat import BatchNorm
 
-LOST = 0.01  # of the signal of a layer, by the bend of h
-_RADII = [2.0 ** (i / 4) for i in range(25)]  # that are tried, in units of E{‖x‖}: 1, where a new layer has it, to 64
+LOST = 0.01  # the share of a layer's signal that the bend of h may cost
+_RADII = [2.0 ** (i / 4) for i in range(25)]  # to try, in units of E{‖x‖}: from 1, as in a new layer, to 64
 
 
 @torch.no_grad()
 def calibrate_(
     model: nn.Module, layers: dict[str, Any], observed: dict[str, Observed], inputs: list[Tensor]
 ) -> list[str]:
-    """Start converted layers as the module says; return notes on what could not be kept. Raise before a kernel or a BatchNorm is changed."""
+    """Calibrate converted layers in place, as the top of this file explains; return notes on what could not be kept.
+
+    An error is raised before a kernel or a BatchNorm is changed.
+    """
     notes = [f"{name}: never ran on the batches, and starts uncalibrated" for name in layers if name not in observed]
     layers = {name: layer for name, layer in layers.items() if name in observed}
     scaled = {name for name in layers if observed[name].norm is None and _scalable(name, layers)}
@@ -63,8 +71,9 @@ def calibrate_(
             unscaled.append(name)
     if unscaled:
         notes.append(
-            f"calibrate: no BatchNorm follows {', '.join(unscaled)}, and the length of a kernel is no scale there (weighting "
-            f"{layers[unscaled[0]].weighting!r}, kernels that are shared, or computed from others): mean and deviation of the output are other ones"
+            f"calibrate: no BatchNorm follows {', '.join(unscaled)}, and the length of a kernel is no scale there "
+            f"(weighting {layers[unscaled[0]].weighting!r}, kernels that are shared, or computed from others): "
+            "mean and deviation of the output are other ones"
         )
     return notes
 
@@ -72,7 +81,10 @@ def calibrate_(
 def _measure(
     model: nn.Module, layers: dict[str, Any], observed: dict[str, Observed], inputs: list[Tensor], scaled: set[str]
 ) -> dict[str, Moments]:
-    """Run the converted network with every layer's output brought to the trained one's mean and deviation; return its own, by name."""
+    """Return the mean and variance of each converted layer's output, by name.
+
+    Run the converted network for it, with each layer's output brought to the mean and deviation of the trained layer.
+    """
     measured = {name: Moments() for name in layers}
 
     def corrected(name: str) -> Any:
@@ -111,7 +123,10 @@ def _measure(
 
 
 def _scale_and_shift(wanted: Moments, given: Moments) -> tuple[Tensor, Tensor]:
-    """Return a and d for each channel: a·f + d has the wanted mean and deviation. A channel that is constant keeps its scale."""
+    """Return a and d for each channel, so that a·f + d has the wanted mean and deviation.
+
+    A constant channel keeps its scale.
+    """
     ratio = wanted.variance / given.variance
     tiny = 1e-12
     alive = (wanted.variance > tiny * wanted.mean.square()) & (given.variance > tiny * given.mean.square())
@@ -120,7 +135,7 @@ def _scale_and_shift(wanted: Moments, given: Moments) -> tuple[Tensor, Tensor]:
 
 
 def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
-    """Make the BatchNorm give for f what it gave for a·f + d."""
+    """Change the BatchNorm so that it gives for f what it gave for a·f + d."""
     variance = y.variance if norm.running_var is None else norm.running_var.double()
     if norm.running_mean is not None and norm.running_var is not None:
         norm.running_mean.copy_(f.mean + (norm.running_mean.double() - y.mean) / a)
@@ -130,15 +145,15 @@ def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
 
 
 def _scalable(name: str, layers: dict[str, Any]) -> bool:
-    """Whether multiplying a layer's kernels scales its output, or will with `weighting="linear"`, and nothing else."""
+    """Tell whether scaling a layer's kernels scales its output, or will with `weighting="linear"`, and nothing else."""
     layer = layers[name]
     shared = sum(other.weight is layer.weight for other in layers.values()) > 1
-    # a subclass may compute its kernels from the weight: standardized ones have no length
+    # a subclass may compute its kernels from the weight: standardized kernels have no length of their own
     return layer.weighting in (None, "linear") and not shared and type(layer) in TWINS.values()
 
 
 def _exact(layer: Decoupled) -> bool:
-    """Whether the layer computes what the plain one did."""
+    """Tell whether the layer computes what the plain layer did."""
     operator = layer.operator
     return (
         operator.is_inner_product and operator.weighting == "linear" and operator.magnitude.value("alpha", 1.0) == 1.0
@@ -146,7 +161,10 @@ def _exact(layer: Decoupled) -> bool:
 
 
 def _radius(layer: Decoupled, norms: Tensor) -> float:
-    """Return the smallest radius, in units of E{‖x‖}, with which h loses no more than `LOST` of the signal; norms are (groups, values)."""
+    """Return the smallest radius, in units of E{‖x‖}, with which h loses no more than `LOST` of the signal.
+
+    norms: a sample of the layer's patch norms, (groups, values).
+    """
     n = (norms / norms.mean(1, keepdim=True)).flatten().double()
     learned = {name: value.double().mean() for name, value in layer.learned_parameters.items()}
     for rho in _RADII:

@@ -37,7 +37,10 @@ def twin_of(kind: type[nn.Module]) -> type[Decoupled]:
 
 
 def what_it_overrides(kind: type[nn.Module]) -> str:
-    """Name what of its arithmetic a subclass has overridden and would lose, such as "forward"; nothing if its twin computes the same."""
+    """Return which methods of its arithmetic a subclass overrides and would lose, such as "forward".
+
+    Return "" if the decoupled twin computes the same.
+    """
     if own_twin(kind) is not None:
         return ""
     plain = next(plain for plain in TWINS if issubclass(kind, plain))
@@ -45,7 +48,10 @@ def what_it_overrides(kind: type[nn.Module]) -> str:
 
 
 def refuse_wrapped(model: nn.Module, what: str = "decouple_ cannot add parameters to", verb: str = "convert") -> None:
-    """Raise where something takes care of the gradients of the parameters there are now: others would differ between ranks."""
+    """Raise where a wrapper such as DDP or FSDP reduces the gradients of the present parameters.
+
+    It would not know of new parameters, which would then differ between ranks.
+    """
     wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     wrapped += modules_of_fsdp(model, "FSDPModule") + modules_of_fsdp(model, "FullyShardedDataParallel")
     if not wrapped and any(is_sharded(p) for p in model.parameters()):

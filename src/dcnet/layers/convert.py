@@ -1,4 +1,4 @@
-"""Turning the convolutions of a model someone already has into decoupled ones, in place."""
+"""Turn the convolutions of an existing model into decoupled ones, in place."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -182,7 +182,7 @@ def _operator_of(layer: nn.Module) -> str:
 
 
 def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> Callable[[], None]:
-    """Convert them all, or, if one fails, none; return what undoes it."""
+    """Convert all of the layers, or none if one fails; return a function that undoes it."""
     before: dict[nn.Module, tuple[type[nn.Module], dict[str, Any]]] = {}
 
     def undo() -> None:

@@ -17,14 +17,17 @@ Shapes = list[tuple[torch.Size, torch.Size]]  # of the input and the output, for
 
 
 def call(model: nn.Module, example_input: Any) -> Any:
-    """Return what the model makes of an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
+    """Return the model's output for an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
     if isinstance(example_input, Mapping):
         return model(**example_input)
     return model(*example_input) if isinstance(example_input, tuple | list) else model(example_input)
 
 
 def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: Any) -> dict[nn.Module, Shapes]:
-    """Return the shapes each of the layers sees when the model is called with the example, in evaluation mode and without gradients."""
+    """Return the shapes of inputs and outputs of each layer when the model is called with the example.
+
+    The call is in evaluation mode and without gradients.
+    """
     seen: dict[nn.Module, Shapes] = {layer: [] for layer in layers}
 
     def note(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -40,7 +43,8 @@ def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: Any)
             call(model, example_input)
     except Exception as error:
         raise ValueError(
-            f"example_input: {type(model).__name__} cannot be called with it ({type(error).__name__}: {error}). Nothing has been changed"
+            f"example_input: {type(model).__name__} cannot be called with it ({type(error).__name__}: {error}). "
+            "Nothing has been changed"
         ) from error
     finally:
         for hook in hooks:
@@ -56,9 +60,10 @@ def parameters(layer: nn.Module) -> int:
 
 
 def multiply_adds(layer: nn.Module, shapes: Shapes) -> int:
-    """Return the multiply-adds of a layer in these calls: of its products, and where it is decoupled of the norms and formulas besides.
+    """Return the multiply-adds of a layer in these calls.
 
-    Besides means one for each input (its square), one for each number a window sums, and one for each operation of h and g and output.
+    A decoupled layer has those of its products, and others for the norms and formulas: one for each input (its square),
+    one for each number that a window sums, and for each output one for each operation of h and g.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)

@@ -1,4 +1,7 @@
-"""The way back: decoupled layers that are plain convolutions or linear layers turned into those, with the BatchNorm behind them folded in."""
+"""The way back: turn decoupled layers that compute a plain convolution or linear map into plain layers.
+
+A BatchNorm that follows such a layer is folded into it.
+"""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,7 +48,8 @@ class CoupleReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.coupled)} layers made plain, {len(self.folded)} with their BatchNorm, {len(self.left)} left as they were"
+            f"{len(self.coupled)} layers made plain, {len(self.folded)} with their BatchNorm, "
+            f"{len(self.left)} left as they were"
         ]
         lines += [
             f"  plain  {shown(name)}" + (f", with {self.folded[name]}" if name in self.folded else "")
@@ -56,7 +60,7 @@ class CoupleReport:
 
 
 def inner_product_factor(operator: Operator) -> float | None:
-    """Return the number a for which h·g is a·⟨w, x⟩, or a·⟨w, x⟩/‖w‖ without weighting; None for every other operator."""
+    """Return the number a for which h·g is a·⟨w, x⟩, or a·⟨w, x⟩/‖w‖ without weighting; None if there is none."""
     formula, values = operator.magnitude.formula.function, dict(operator.magnitude.values)
     is_cosine = operator.angular.formula.function is cosine or (
         operator.angular.formula.function is power_cosine and operator.angular.value("p", 2.0) == 1.0
@@ -183,7 +187,10 @@ def _fold(model: nn.Module, coupled: dict[nn.Module, str], report: CoupleReport)
 
 
 def _neighbors(parent: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return the pairs of modules of which the second gets what the first gives, and nothing else does, with the second's name."""
+    """Return pairs of modules of which the second is the only one that gets the output of the first.
+
+    Each pair is (first, name of the second, second).
+    """
     if isinstance(parent, Block):
         return [] if parent.norm is None else [(parent.conv, "norm", parent.norm)]
     if not isinstance(parent, nn.Sequential) or type(parent).forward not in (nn.Sequential.forward, Chain.forward):

@@ -132,7 +132,7 @@ class Decoupled(nn.Module):
         raise NotImplementedError
 
     def forward(self, input: Tensor, post_ops: PostOps | None = None) -> Tensor:
-        """Return the decoupled map of the input, in the shape and dtype the plain layer gives; `post_ops` is for `Block`."""
+        """Return the decoupled map of the input, with the plain layer's shape and dtype; `post_ops` is for `Block`."""
         if isinstance(input, Proxy):
             return self._as_leaf(input)
         if self.fusion is not None and post_ops is None:
@@ -157,7 +157,8 @@ class Decoupled(nn.Module):
             if self.training and has_mean:
                 if torch.onnx.is_in_onnx_export():
                     raise RuntimeError(
-                        "ONNX has no operator that moves E{‖x‖}, a decoupled layer's running average; call model.eval() first"
+                        "ONNX has no operator that moves E{‖x‖}, a decoupled layer's running average; "
+                        "call model.eval() first"
                     )
                 mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it

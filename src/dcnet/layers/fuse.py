@@ -26,7 +26,10 @@ from dcnet.layers.post_ops import FUSED_NORMS
 
 @dataclass
 class FuseReport:
-    """What `fuse_` did: `fused` names the modules whose work each convolution does now, `left` says why others do not."""
+    """What `fuse_` did.
+
+    `fused` has the modules whose work each convolution does now, `left` the reasons why other convolutions do not.
+    """
 
     fused: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -129,8 +132,8 @@ def _places(model: nn.Module) -> tuple[dict[str, Place], Counter[nn.Module]]:
     return places, counts
 
 
-# The modules that a convolution's result goes through one after the other, each the only reader; the last entry may be a
-# reason why the chain ends.
+# The modules that a convolution's result goes through one after the other, each the only reader. The last entry may be
+# a reason why the chain ends.
 Chains = dict[str, list[str]]
 _END = "!"
 

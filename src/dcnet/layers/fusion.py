@@ -1,8 +1,8 @@
-"""A decoupled convolution that does the work of the BatchNorm and the activation behind it, in a model we did not write.
+"""Let a decoupled convolution do the work of the BatchNorm and the activation after it, in a model we did not write.
 
-All modules stay where they are, with their parameters and state-dict keys. The convolution applies what follows it in its
-own pass, and the modules behind it hand its result through. Before every call the convolution looks whether that still
-holds: modules that were replaced or hooked since then compute for themselves.
+All modules stay where they are, with their parameters and state-dict keys. The convolution applies what follows it in
+its own pass, and the modules after it return its result unchanged. Before every call the convolution checks that this
+is still right: modules that were replaced or got a hook in the meantime compute for themselves.
 """
 
 from dataclasses import dataclass

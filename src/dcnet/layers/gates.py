@@ -1,17 +1,17 @@
-"""Layers that are no feature detectors: gates on pooled maps, and the factors of low-rank adapters.
+"""Find layers that are not feature detectors: gates on pooled maps, and the factors of low-rank adapters.
 
-A gate (squeeze-and-excitation and its kin) reads one vector an image, pooled over the whole map, and says how much of each channel to let
-through. It is known by its class, by name, or by its structure: a module that pools to 1×1 and squashes, with nothing but 1×1 convolutions
-in between that lead back to as many channels. Not detected: a class of another name that pools in its `forward`; leave it out with
-`where="!…"`.
+A gate (squeeze-and-excitation and the like) reads one vector for each image, pooled over the whole map, and says how
+much of each channel to let through. It is recognized by the name of its class, or by its structure: a module that pools
+to 1×1 and squashes, with only 1×1 convolutions in between, which lead back to the same number of channels. A class of
+another name that pools in its `forward` is not detected; leave it out with `where="!…"`.
 """
 
 from torch import nn
 
 from dcnet.layers.candidates import CONVERTIBLE
 
-# Classes whose layers are gates, or those of their layers that are, whatever the case of their letters: of timm, torchvision, transformers, and
-# what people call their own
+# Classes whose layers are gates (None), or the names of those of their layers that are. Class names are in lower case;
+# they are those of timm, torchvision and transformers, and names that people often give their own.
 _GATES: dict[str, tuple[str, ...] | None] = dict.fromkeys(
     [
         *("semodule", "selayer", "seblock", "seunit", "squeezeexcite", "squeezeexcitecl", "squeezeexcitelayer"),
@@ -42,14 +42,17 @@ def gates(model: nn.Module) -> dict[nn.Module, str]:
         for name, layer in module.named_modules():
             if isinstance(layer, CONVERTIBLE) and (only is None or name.partition(".")[0] in only):
                 found[layer] = (
-                    f"a gate on pooled maps ({type(module).__name__}): it weighs channels, and a direction without a magnitude says "
-                    "less there; where='all' converts it too"
+                    f"a gate on pooled maps ({type(module).__name__}): it weighs channels, and a direction without a "
+                    "magnitude says less there; where='all' converts it too"
                 )
     return found
 
 
 def _is_gate(module: nn.Module) -> bool:
-    """Tell whether a module pools to 1×1, squashes, and has only 1×1 convolutions or linear layers that lead back to as many channels."""
+    """Tell whether a module has the structure of a gate: it pools to 1×1, squashes, and mixes channels only.
+
+    Its 1×1 convolutions or linear layers have to lead back to the same number of channels.
+    """
     inside = list(module.modules())
     layers = [layer for layer in inside if isinstance(layer, CONVERTIBLE)]
     if not layers or not any(isinstance(one, _SQUASHING) for one in inside):
@@ -75,7 +78,10 @@ def _channels(layer: nn.Module) -> tuple[object, object]:
 
 
 def adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers of low-rank adapters (peft's LoRA and others that wrap a `base_layer`), each with the reason to leave it alone."""
+    """Return the layers of low-rank adapters, each with the reason to leave it alone.
+
+    They are found in peft's LoRA and other modules that wrap a `base_layer`.
+    """
     found: dict[nn.Module, str] = {}
     for wrapper in model.modules():
         base = wrapper._modules.get("base_layer")
@@ -84,6 +90,7 @@ def adapters(model: nn.Module) -> dict[nn.Module, str]:
         for layer in wrapper.modules():
             if isinstance(layer, CONVERTIBLE) and layer is not base:
                 found[layer] = (
-                    f"a factor of an adapter ({type(wrapper).__name__}), added to what the layer gives; no kernel with a direction of its own"
+                    f"a factor of an adapter ({type(wrapper).__name__}), added to what the layer gives; "
+                    "no kernel with a direction of its own"
                 )
     return found

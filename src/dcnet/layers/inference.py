@@ -1,4 +1,7 @@
-"""A decoupled layer in evaluation: one convolution, one map of norms, and a recorded epilogue; nothing to train, everything constant precomputed."""
+"""A decoupled layer in evaluation: one convolution, one map of norms, and a recorded epilogue.
+
+There is nothing to train, and all constants are computed ahead.
+"""
 
 from typing import Any
 
@@ -13,10 +16,10 @@ from dcnet.util.compat import BatchNorm
 
 
 class Inference(nn.Module):
-    """What a decoupled layer computes in evaluation, of plain PyTorch operations only: for exporters and other compilers.
+    """A decoupled layer in evaluation, made of plain PyTorch operations only, for exporters and other compilers.
 
-    The kernels are normalized once, ρ·E{‖x‖} and all that belongs to a kernel are constants; norms are taken in float32 at least, in a
-    half-precision model too. `fold_` adds a BatchNorm behind it.
+    The kernels are normalized once; ρ·E{‖x‖} and everything else that belongs to a kernel are constants. Norms are
+    computed in float32 at least, in a half-precision model too. `fold_` adds a BatchNorm after the layer.
     """
 
     def __init__(self, layer: Decoupled) -> None:
@@ -59,7 +62,7 @@ class Inference(nn.Module):
         return self
 
     def _record(self, dtype: torch.dtype) -> None:
-        """Record the epilogue; where the output is a power of the dot product its factor goes into the kernels."""
+        """Record the epilogue; where the output is a power of the dot product, its factor goes into the kernels."""
         vectors, kernel, degree = self.vectors, self.unit, degree_in_dot(self.operator)
         if vectors.factor is not None and degree is not None:
             root = vectors.factor.sign() * vectors.factor.abs() ** (1.0 / degree)
@@ -78,7 +81,7 @@ class Inference(nn.Module):
         self.window: Tensor | None
         self.window_bias: Tensor | None
         self.group_of: Tensor | None
-        # over one group a plain sum does, and of one channel there is nothing to sum
+        # for one group a plain sum is enough, and with one channel there is nothing to sum
         sums = like.new_ones(groups, channels, *ones) if groups > 1 and channels > 1 else None
         self.register_buffer("channel_sum", sums, persistent=False)
         window = None if pointwise else like.new_ones(groups, 1, *where.kernel_size)
@@ -91,7 +94,7 @@ class Inference(nn.Module):
         self.register_buffer("group_of", of if groups > 1 and kernels > 1 else None, persistent=False)
 
     def norms(self, x: Tensor) -> Tensor:
-        """‖x‖ of every patch: (N, 1, …), or (N, out_channels, …) with groups."""
+        """Return ‖x‖ of every patch: (N, 1, …), or (N, out_channels, …) with groups."""
         where, dim = self.geometry, -1 - self.geometry.dims
         exact = x.to(self.unit.dtype)
         squares = exact * exact
@@ -108,13 +111,13 @@ class Inference(nn.Module):
         return norm if self.group_of is None else norm.index_select(dim, self.group_of)
 
     def forward(self, input: Tensor) -> Tensor:
-        """What the layer gives in evaluation, with a BatchNorm behind it where one was folded in."""
+        """Return what the layer gives in evaluation, after the BatchNorm that was folded in, if any."""
         x = input if self.prepare is None else self.prepare(input)
         dot, norm = convolve(x, self.weight, None, self.geometry), self.norms(x)
         return self.epilogue(dot.to(norm.dtype), norm).to(dot.dtype)  # type: ignore[no-any-return]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As nn.Module, but only the kernels become half precision."""
+        """Do as nn.Module does, but let only the kernels become half precision."""
         exact = {
             (module, name): buffer
             for module in (self, self.epilogue)

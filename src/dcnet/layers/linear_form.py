@@ -1,4 +1,4 @@
-"""A decoupled layer as a linear map of its input: h·g(θ) = [h·g(θ)/⟨ŵ, x⟩]·⟨ŵ, x⟩, with what is in brackets held fixed."""
+"""A decoupled layer as a linear map of its input: h·g(θ) = [h·g(θ)/⟨ŵ, x⟩]·⟨ŵ, x⟩, with the bracket held fixed."""
 
 from typing import Any
 
@@ -9,7 +9,10 @@ from dcnet.ops import kernel_norm
 
 
 class Explaining:
-    """One explanation mode, which layers point to while it lasts. Copies of a layer point to the same one, and leave it with the layer."""
+    """One explanation mode, which layers refer to while it lasts.
+
+    Copies of a layer refer to the same mode, and leave it when the layer does.
+    """
 
     def __init__(self, over: bool = False) -> None:
         self.over = over
@@ -27,14 +30,15 @@ def is_explained(layer: Any) -> bool:
 
 
 def linear_form(layer: Any, x: Tensor) -> Tensor:
-    """Return what a decoupled layer gives, as a linear map of x alone: autograd sees the fixed factors as constants, and kernels too.
+    """Return the output of a decoupled layer as a linear map of x; to autograd, factors and kernels are constants.
 
-    Where g(0) is not 0, as in an angular function of your own, h·g(0) does not come from the direction of x, and is a constant as a bias is.
+    Where g is not 0 at a right angle, as in an angular function of your own, that part of the output does not come from
+    the direction of x. It is a constant, as a bias is.
     """
     if layer.training:
         raise RuntimeError(
-            f"a {type(layer).__name__} was put into training mode inside dcnet.explanations, where E{{‖x‖}} of the batch mixes images; "
-            "call model.eval() first"
+            f"a {type(layer).__name__} was put into training mode inside dcnet.explanations, where E{{‖x‖}} of the "
+            "batch mixes images; call model.eval() first"
         )
     with torch.no_grad():
         weight = layer.effective_weight
@@ -52,7 +56,7 @@ def linear_form(layer: Any, x: Tensor) -> Tensor:
 
 
 def _fixed(layer: Any, norms: Tensor, dot: Tensor, w_norm: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What multiplies ⟨ŵ, x⟩ of every patch and kernel, and what is added to the product; None stands for 0."""
+    """Return the factor of ⟨ŵ, x⟩ for every patch and kernel, and what is added to the product; None stands for 0."""
     operator, (kernels, groups), shape = layer.operator, layer._kernels_and_groups(), _kernel_shape(layer)
 
     def per_kernel(values: Tensor | None) -> Tensor | None:
@@ -83,10 +87,10 @@ def _fixed(layer: Any, norms: Tensor, dot: Tensor, w_norm: Tensor) -> tuple[Tens
 
 
 def _kernel_shape(layer: Any) -> tuple[int, ...]:
-    """The shape in which a value of each kernel goes with the output: channels come before the positions."""
+    """Return the shape in which one value for each kernel broadcasts with the output: channels before positions."""
     return (-1, *[1] * (layer.weight.dim() - 2))
 
 
 def _inverse(norm: Tensor) -> Tensor:
-    """1/norm, and 0 where the norm is 0."""
+    """Return 1/norm, and 0 where the norm is 0."""
     return torch.where(norm > 0.0, norm.reciprocal(), 0.0)

@@ -1,4 +1,4 @@
-"""What the layers of a trained network see and give: statistics of outputs, norms of patches, and the BatchNorm that follows."""
+"""Observe the layers of a trained network: statistics of outputs, norms of patches, and the BatchNorm that follows."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ def prepare(batches: Iterable[Any], model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]) -> dict[str, Observed]:
-    """Run the trained network in evaluation mode, and return what each of the layers that ran has seen and given, by name."""
+    """Return what each layer that ran has seen and given, by name, after a run of the trained network in evaluation."""
     found: dict[str, Observed] = {name: Observed() for name in layers}
     fed: dict[BatchNorm, set[str | None]] = {}
     with _Consumers() as consumers, evaluating(model), hooks() as handles:
@@ -110,7 +110,8 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
                 what.following.add(None)
         if what.output.count and not bool(what.output.squares.isfinite().all()):
             raise ValueError(
-                f"calibrate: layer {name!r} of the trained network gives values that are not finite; nothing has been changed"
+                f"calibrate: layer {name!r} of the trained network gives values that are not finite; "
+                "nothing has been changed"
             )
     return {name: what for name, what in found.items() if what.output.count}
 
@@ -151,7 +152,7 @@ class _Consumers(TorchFunctionMode):
         return (name, following) if reference is not None and reference() is value else None
 
     def enter(self, x: Tensor, norm: BatchNorm) -> str | None:
-        """A BatchNorm begins; return the name of the layer its input comes from."""
+        """Note that a BatchNorm starts; return the name of the layer its input comes from."""
         self.inside += 1
         known = self._found(x)
         if known is None:
@@ -182,7 +183,7 @@ class _Consumers(TorchFunctionMode):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; modes are restored."""
+    """Put a model into evaluation mode; restore the modes of its modules at the end."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,7 @@
-"""Decoupled twins of convolutions that prepare their input or kernels first: timm's SAME padding and weight standardization."""
+"""Decoupled twins of convolutions that first prepare their input or kernels.
+
+These are timm's SAME padding and weight standardization.
+"""
 
 from typing import Any
 
@@ -11,12 +14,18 @@ from dcnet.ops import PostOps
 
 
 class DecoupledConv2dSame(DecoupledConv2d):
-    """A decoupled convolution that pads its input as TensorFlow's SAME does, by the size it has; the twin of timm's `Conv2dSame`."""
+    """A decoupled convolution that pads its input as TensorFlow's SAME does, depending on the size of the input.
+
+    It is the twin of timm's `Conv2dSame`.
+    """
 
     same_pad = True
 
     def prepare_input(self, x: Tensor) -> Tensor:
-        """Return the input with zeros around, the odd one at the end: windows then begin at every multiple of the stride."""
+        """Return the input with zeros around it, so that windows begin at every multiple of the stride.
+
+        Where the number of zeros is odd, the end gets one more.
+        """
         if not self.same_pad:
             return x
         pads: list[int] = []
@@ -35,10 +44,11 @@ class DecoupledConv2dSame(DecoupledConv2d):
 
 
 class DecoupledStdConv2d(DecoupledConv2dSame):
-    """A decoupled convolution with standardized kernels; the twin of timm's `StdConv2d`, `ScaledStdConv2d` and their SAME-padded forms.
+    """A decoupled convolution with standardized kernels.
 
-    Each kernel is brought to mean 0 and variance 1 (times `gain`·`scale`, where there is a gain), then decoupled. Projection and
-    orthogonality leave it alone: they would act on kernels that are not those used.
+    It is the twin of timm's `StdConv2d`, `ScaledStdConv2d` and their SAME-padded forms. Each kernel is brought to mean
+    0 and variance 1 (times `gain`·`scale`, where there is a gain), then decoupled. Projection and orthogonality skip
+    this layer: they would act on kernels that are not the ones used.
     """
 
     same_pad = False
@@ -63,13 +73,13 @@ class DecoupledStdConv2d(DecoupledConv2dSame):
         ).reshape_as(weight)
 
     def reset_parameters(self) -> None:
-        """Draws the kernels anew, and puts the gain where it started."""
+        """Draw new kernels, and reset the gain."""
         super().reset_parameters()
         if (gain := self._parameters.get("gain")) is not None:
             nn.init.constant_(gain, self.gain_init)
 
 
-# By name: timm is not imported for this, and whoever has such a layer has imported it
+# By name, so that timm need not be imported; a model with such a layer has imported it
 _TIMM: dict[str, type[Decoupled]] = {
     "Conv2dSame": DecoupledConv2dSame,
     "StdConv2d": DecoupledStdConv2d,

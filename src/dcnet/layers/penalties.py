@@ -58,15 +58,14 @@ def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tens
     penalties = []
     for name, layer in layers.items():
         kernels = whole_kernels(name, layer).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
-        with torch.autocast(
-            kernels.device.type, enabled=False
-        ):  # a product in bf16 would lose the small off-diagonal entries
+        # a product in bf16 would lose the small off-diagonal entries
+        with torch.autocast(kernels.device.type, enabled=False):
             penalties.append(_off_target(kernels.to(compute_dtype(kernels)), keep_diagonal))
     return torch.stack([penalty.to(penalties[0]) for penalty in penalties]).sum()
 
 
 def _off_target(kernels: Tensor, keep_diagonal: bool) -> Tensor:
-    """‖WᵀW − I‖² or ‖WᵀW − diag(WᵀW)‖² of kernels (groups, kernels of a group, elements), summed over groups."""
+    """Return ‖WᵀW − I‖² or ‖WᵀW − diag(WᵀW)‖², summed over groups; kernels: (groups, kernels of a group, elements)."""
     if torch.compiler.is_compiling() or function_transform_active():
         return _products(kernels, keep_diagonal).square().sum()
     penalty: Tensor = _OffTarget.apply(kernels, keep_diagonal)  # type: ignore[no-untyped-call]
@@ -87,7 +86,7 @@ def _products(kernels: Tensor, keep_diagonal: bool) -> Tensor:
 
 
 class _OffTarget(torch.autograd.Function):
-    """With its gradient written out: a third of the launches, which in a small network's step are many."""
+    """Computes the penalty, with its gradient by hand: a third of the launches, of which a small network has many."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Tensor, keep_diagonal: bool) -> Tensor:

@@ -1,4 +1,7 @@
-"""The epilogue h·g of one layer in evaluation, recorded as a small graph of ordinary operations, with constants computed beforehand."""
+"""Record the epilogue h·g of one layer in evaluation as a small graph of ordinary operations.
+
+Constants are computed ahead.
+"""
 
 import operator as python
 from collections.abc import Mapping
@@ -10,7 +13,7 @@ from torch import Tensor, fx, nn
 from dcnet.formulas.angulars import cosine, power_cosine, relu_cosine, square_cosine
 from dcnet.ops import Operator
 
-# what a rounding error beyond ±1 does no harm to; asin, and whatever is not known here, is not defined there
+# Not harmed by a rounding error beyond ±1. asin is not defined there, nor may a function be that is not known here.
 _BEYOND_ONE = (cosine, square_cosine, relu_cosine, power_cosine)
 
 
@@ -35,11 +38,13 @@ def degree_in_dot(operator: Operator) -> float | None:
 
 
 def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float) -> fx.GraphModule:
-    """Return a module of (dot, norm): s·h(t·‖x‖, ρ)·g(cos θ) + b, where dot is ⟨w, x⟩/‖w‖ over `dims` spatial dimensions.
+    """Return a module that maps (dot, norm) to s·h(t·‖x‖, ρ)·g(cos θ) + b.
 
-    The formulas are called once, with stand-ins for the two maps and the numbers of this layer for the rest: whatever depends on neither
-    map is computed now, slopes are dropped, and a vector that is the same for every kernel is a number, so that a magnitude of such a
-    radius is computed once for each patch instead of once for each output.
+    dot is ⟨w, x⟩/‖w‖, over `dims` spatial dimensions.
+
+    The formulas are called once, with stand-ins for the two maps and the numbers of this layer for the rest. What
+    depends on neither map is computed now, and slopes are dropped. A vector that is the same for every kernel becomes a
+    number, so that a magnitude with such a radius is computed once for each patch instead of once for each output.
     """
     factor, gain, radius, bias = (_constant(vector, dims) for vector in vectors[:4])
     learned = {name: _constant(vector, dims) for name, vector in vectors.learned.items()}
@@ -62,12 +67,12 @@ def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float)
 
 
 def _inverse(norm: Any) -> Any:
-    """1/norm, and 0 where the norm is 0: a patch of nothing but zeros has no direction."""
+    """Return 1/norm, and 0 where the norm is 0: a patch of zeros only has no direction."""
     return torch.where(norm > 0.0, torch.where(norm > 0.0, norm, 1.0).reciprocal(), 0.0)
 
 
 def _constant(vector: Tensor | None, dims: int) -> Any:
-    """Return the vector as it goes with (N, channels, …), a number where it is the same for every kernel, None for none."""
+    """Return the vector in a shape that broadcasts with (N, channels, …), or a number if all kernels share it."""
     if vector is None:
         return None
     vector = vector.detach()
@@ -91,5 +96,5 @@ def _simplify(graph: fx.Graph) -> None:
 
 
 def operations(graph: fx.GraphModule) -> int:
-    """Return how many operations a recorded epilogue has, each of which computes a number for every output (or for every patch)."""
+    """Return the number of operations of a recorded epilogue, each for every output (or for every patch)."""
     return sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes)

@@ -36,9 +36,9 @@ PRESETS = tuple(_PRESETS)
 class Selection:
     """What `where=` says about the layers of a model, checked.
 
-    layers: the candidates by name. A pattern matches the name of a layer, or of a module around it, as file names are matched: `*` is any
-    text, dots included. Patterns add up; a pattern after "!", a preset and a function each take away. "all" takes nothing away, and lets
-    gates be converted too.
+    layers: the candidates by name. A pattern matches the name of a layer, or of a module around it, as file names are
+    matched: `*` is any text, dots included. Several patterns select the layers that any of them matches; a pattern
+    after "!", a preset and a function each take layers away. "all" takes nothing away, and lets gates be converted too.
     """
 
     def __init__(self, where: Selector, layers: Mapping[str, nn.Module]) -> None:
@@ -56,8 +56,8 @@ class Selection:
         items = list(where) if isinstance(where, list | tuple | set | frozenset) else []
         if not items or any(not isinstance(item, str) and not callable(item) for item in items):
             raise TypeError(
-                "where must be a function of (name, module), a pattern of names such as 'layer[1-4].*' or '!stem*', one of "
-                f"{', '.join(map(repr, PRESETS))}, or a list of these, got {where!r}"
+                "where must be a function of (name, module), a pattern of names such as 'layer[1-4].*' or '!stem*', "
+                f"one of {', '.join(map(repr, PRESETS))}, or a list of these, got {where!r}"
             )
         return items
 
@@ -69,7 +69,8 @@ class Selection:
         names = list(self.layers)
         shown = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
         raise ValueError(
-            f"where: {pattern!r} is no preset and matches no layer.{guess} Presets: {', '.join(PRESETS)}; layers: {shown or 'none'}"
+            f"where: {pattern!r} is no preset and matches no layer.{guess} Presets: {', '.join(PRESETS)}; "
+            f"layers: {shown or 'none'}"
         )
 
     @property

@@ -42,7 +42,7 @@ def _averages(layer: Decoupled | BatchNorm) -> list[Tensor]:
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copy of the running averages of a model and of their counts, by the names its state dict has for them."""
+    """Return a copy of the running averages of a model and of their counts, by their names in its state dict."""
     layers = tracking_layers(model)
     return {
         f"{name}.{key}".lstrip("."): buffer.clone()

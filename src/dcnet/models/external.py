@@ -1,4 +1,7 @@
-"""Networks of other libraries and of one's own, by name: timm:resnet50, torchvision:resnet18, my_package.my_module:my_network."""
+"""Networks of other libraries and of your own, by name.
+
+Names are such as timm:resnet50, torchvision:resnet18 and my_package.my_module:my_network.
+"""
 
 import importlib
 import inspect
@@ -18,32 +21,35 @@ _trusted: set[str] = set()
 
 
 class External(nn.Module):
-    """A network of another library, from images in [0, 1] to logits: normalized as it was trained, grey images in its three channels."""
+    """A network of another library that maps images in [0, 1] to logits.
+
+    Images are normalized as those it was trained on; gray images are repeated in its three channels.
+    """
 
     def __init__(self, net: nn.Module, channels: int, normalize: Normalize) -> None:
         super().__init__()
         self.normalize, self.net, self.channels = normalize, net, channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
+        """Return the logits (N, classes) of images (N, C, H, W) in [0, 1]."""
         if x.shape[1] == 1 and self.channels > 1:
             x = x.expand(-1, self.channels, -1, -1)
         return self.net(self.normalize(x))  # type: ignore[no-any-return]
 
 
 def is_external(name: str) -> bool:
-    """Return whether a model's name is one of another library, or of one's own code."""
+    """Tell whether a model's name is that of another library's network, or of your own."""
     return ":" in name
 
 
 def trust_model(name: str) -> None:
-    """Allow a network of your own to be imported and called when a run folder or a file asks for it.
+    """Allow a network of your own, module:callable, to be imported and called when a run folder or a file names it.
 
-    Without it, nothing that a run folder names is executed. The environment variable DCNET_TRUST_MODELS does the same for
-    commands.
+    Without this, nothing that a run folder names is executed. The environment variable DCNET_TRUST_MODELS does the same
+    for commands.
 
     Args:
-        name: as in my_package.my_module:my_network.
+        name: as recipes have it, such as "my_package.my_module:my_network".
     """
     library, separator, made_by = name.partition(":")
     if not separator or not library or not made_by:
@@ -56,9 +62,10 @@ def trust_model(name: str) -> None:
 def create_external(
     name: str, num_classes: int, in_channels: int, input_size: int, pretrained: bool = False
 ) -> nn.Module:
-    """Return the plain network of that name for images in [0, 1]; pretrained: with the weights its library has for it, from the network.
+    """Return the plain network of that name, for images in [0, 1].
 
-    A network of one's own is called with those of num_classes, in_channels and input_size that it takes.
+    pretrained: download the weights that its library has for it. A network of your own is called with those of
+    num_classes, in_channels and input_size that it takes.
     """
     library, _, own = name.partition(":")
     if library == "timm":
@@ -79,7 +86,7 @@ def _of_timm(name: str, classes: int, channels: int, pretrained: bool) -> nn.Mod
         raise ValueError(
             f"timm has no network {name!r}.{nearest(base, timm.list_models())} timm.list_models() has their names"
         )
-    channels = 3 if channels == 1 else channels  # grey images are given as three, so that its trained weights fit
+    channels = 3 if channels == 1 else channels  # gray images get three channels, so that its trained weights fit
     with _named(f"timm:{name}", pretrained):
         net = timm.create_model(name, pretrained=pretrained, num_classes=classes, in_chans=channels)
     trained = getattr(net, "pretrained_cfg", None) or {}
@@ -91,7 +98,8 @@ def _of_torchvision(name: str, classes: int, channels: int, pretrained: bool) ->
     models: Any = _library("torchvision.models")
     if name not in models.list_models():
         raise ValueError(
-            f"torchvision has no network {name!r}.{nearest(name, models.list_models())} torchvision.models.list_models() has their names"
+            f"torchvision has no network {name!r}.{nearest(name, models.list_models())} "
+            "torchvision.models.list_models() has their names"
         )
     if channels not in (1, 3):
         raise ValueError(f"torchvision:{name} takes images in grey or in color; these have {channels} channels")

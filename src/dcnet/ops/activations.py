@@ -1,8 +1,8 @@
 """Activations that can share the pass of a decoupled convolution.
 
 ReLU and PReLU are known to the kernels. The others are written here as formulas are: a function of z that returns its
-value and its slope, in the arithmetic of `dcnet.formulas.m`, which the fused kernels compile from the same source. A new
-one needs a function, and a line in `FUNCTIONS`; `layers/fuse.py` says which module it belongs to.
+value and its slope, in the arithmetic of `dcnet.formulas.m`. The fused kernels compile them from the same source. A new
+activation needs a function, and a line in `FUNCTIONS`; `layers/fuse.py` says which module it belongs to.
 """
 
 from collections.abc import Callable

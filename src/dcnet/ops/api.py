@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dcnet.formulas import LEARNED, Choice, Formula
+from dcnet.ops import documentation
 from dcnet.ops.checks import check_eps, check_input, check_literal_radius
 from dcnet.ops.dispatch import decouple, eager
 from dcnet.ops.geometry import LINEAR, Geometry, Sizes, make_geometry
@@ -19,8 +20,8 @@ Spec = str | Formula | Choice
 Radius = float | Tensor | None
 
 
-def _convolution(dims: int, doc: str) -> Callable[..., Tensor]:
-    """Make the public function over that many dimensions; the three differ in nothing else."""
+def _convolution(dims: int) -> Callable[..., Tensor]:
+    """Return the public function over that many dimensions; the three differ in nothing else."""
 
     def decoupled_conv(
         x: Tensor,
@@ -47,42 +48,11 @@ def _convolution(dims: int, doc: str) -> Callable[..., Tensor]:
         return _stateless(x, weight, bias, geometry, operator, radius, mean_norm, parameters, eps, impl)
 
     decoupled_conv.__name__ = decoupled_conv.__qualname__ = f"decoupled_conv{dims}d"
-    decoupled_conv.__doc__ = doc
+    decoupled_conv.__doc__ = documentation.conv(dims)
     return decoupled_conv
 
 
-decoupled_conv1d = _convolution(
-    1,
-    "Return h(‖w‖, ‖x‖)·g(θ) for x (N, C, L) or (C, L), with the shape and dtype of `F.conv1d`. See `decoupled_conv2d`.",
-)
-decoupled_conv2d = _convolution(
-    2,
-    """Return h(‖w‖, ‖x‖)·g(θ) for every patch x and kernel w, where `F.conv2d` returns ‖w‖·‖x‖·cos θ.
-
-    x: (N, C, H, W) or (C, H, W); the result has the shape and dtype that `F.conv2d` gives.
-    weight: (out_channels, C / groups, kernel height, kernel width). bias: (out_channels,), added last.
-    stride, padding, dilation, groups, padding_mode: as `nn.Conv2d` takes them.
-    magnitude, angular: h and g, names from `dcnet.magnitudes()` and `dcnet.angulars()` such as "seg:beta=0.2".
-    weighting: how ‖w‖ enters h. None (not at all), "linear", "joint" or "separate".
-    radius: a number, or a tensor (out_channels,); 1 where the magnitude has a radius and none is given.
-    mean_norm: what multiplies the radius. None (the literal radius), "batch" (the mean patch norm of this batch, one per
-        group, with gradient), or a tensor (groups,). It has no effect on a magnitude without a radius.
-    parameters: learned parameters such as k by name, each a tensor (out_channels,).
-    eps: added inside every root. impl: "auto", or one of "reference" (slow, obvious), "eager" (PyTorch's operators) and
-        "fused" (Triton kernels on CUDA, which have no second derivatives).
-
-    Liu et al., Decoupled Networks, CVPR 2018.
-
-    >>> x, w = torch.randn(2, 3, 8, 8), torch.randn(16, 3, 3, 3)
-    >>> decoupled_conv2d(x, w, padding=1, magnitude="ball", angular="sigmoid:k=0.5", radius=2.0).shape
-    torch.Size([2, 16, 8, 8])
-    """,
-)
-decoupled_conv3d = _convolution(
-    3,
-    "Return h(‖w‖, ‖x‖)·g(θ) for x (N, C, D, H, W) or (C, D, H, W), with the shape and dtype of `F.conv3d`.\n\n"
-    "    See `decoupled_conv2d`.",
-)
+decoupled_conv1d, decoupled_conv2d, decoupled_conv3d = map(_convolution, (1, 2, 3))
 
 
 def decoupled_linear(
@@ -99,10 +69,12 @@ def decoupled_linear(
     eps: float = EPS,
     impl: str = "auto",
 ) -> Tensor:
-    """Return h(‖w‖, ‖x‖)·g(θ) for x (…, in_features): (…, out_features). See `decoupled_conv2d`."""
     _check_weight(x, weight, 0)
     operator = make_operator(magnitude, angular, weighting)
     return _stateless(x, weight, bias, LINEAR, operator, radius, mean_norm, parameters, eps, impl)
+
+
+decoupled_linear.__doc__ = documentation.LINEAR
 
 
 def _check_weight(x: Tensor, weight: Tensor, dims: int) -> None:
@@ -129,7 +101,7 @@ def _stateless(
     eps: float,
     impl: str,
 ) -> Tensor:
-    """Check what a layer has checked at its construction, then decouple."""
+    """Check what a layer checks when it is constructed, then decouple."""
     check_eps(eps)
     if bias is not None:
         check_input(bias, "bias")
@@ -155,7 +127,7 @@ def _stateless(
 
 
 def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor | None:
-    """Return the radius as a tensor (out_channels,), None for a magnitude without one; raise for one that cannot be."""
+    """Return the radius as a tensor (out_channels,), None for a magnitude without one; raise if it is not possible."""
     name = operator.magnitude.name
     if not operator.magnitude.formula.has_radius:
         if radius is not None:
@@ -192,7 +164,8 @@ def _with_parameters(operator: Operator, parameters: Mapping[str, Tensor], out_c
     missing = [name for name in operator.learned if name not in parameters]
     if missing:
         raise ValueError(
-            f"{missing[0]}={LEARNED}: give its values as parameters={{{missing[0]!r}: a tensor of shape ({out_channels},)}}"
+            f"{missing[0]}={LEARNED}: give its values as "
+            f"parameters={{{missing[0]!r}: a tensor of shape ({out_channels},)}}"
         )
     new = [name for name in parameters if name not in operator.learned]
     if not new:
@@ -215,13 +188,29 @@ def patch_norm(
     padding_mode: str = "zeros",
     eps: float = EPS,
 ) -> Tensor:
-    """Return ‖x‖ of every patch: (N, groups, H, W) for an input (N, C, H, W); one and three dimensions alike.
+    """Return the norm ‖x‖ of every patch x, sqrt(Σx² + eps), over one, two or three spatial dimensions.
 
-    The first dimension is always the batch: (N, C, L) is read as one-dimensional. The other arguments are those of
-    `nn.Conv2d`; eps is added inside the root.
+    Args:
+        x: the input, (N, C, L), (N, C, H, W) or (N, C, D, H, W). The first dimension is always the batch.
+        kernel_size: of the patches, an int or one for each spatial dimension, as in `nn.Conv2d`.
+        stride: an int or one for each spatial dimension.
+        padding: an int or one for each spatial dimension, "same" or "valid".
+        dilation: an int or one for each spatial dimension.
+        groups: groups of channels whose norms are computed separately.
+        padding_mode: "zeros", "reflect", "replicate" or "circular".
+        eps: added to the sum of squares.
 
-    >>> patch_norm(torch.ones(1, 3, 4, 4), 2, eps=0.0).shape
-    torch.Size([1, 1, 3, 3])
+    Shape:
+        The output is (N, groups, …), with the spatial sizes that a convolution gives. It is float64 for a float64
+        input, else float32.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> dcnet.patch_norm(torch.ones(1, 3, 4, 4), 2, eps=0.0).shape
+        torch.Size([1, 1, 3, 3])
+
+    References:
+        Liu, Liu, Yu, Dai, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
     """
     check_input(x, "input")
     check_eps(eps)

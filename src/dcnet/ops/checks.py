@@ -18,7 +18,7 @@ def check_input(x: Tensor, name: str) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Raise unless eps may stand inside a norm."""
+    """Raise unless eps can be added inside a norm."""
     if not isinstance(eps, int | float) or not 0.0 <= eps < float("inf"):
         raise ValueError(f"eps must be a finite number ≥ 0, got {eps!r}")
 

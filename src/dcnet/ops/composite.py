@@ -1,7 +1,7 @@
-"""Decoupling out of ordinary PyTorch operations, which compilers, function transforms, forward mode and torch.fx can follow.
+"""Decoupling by ordinary PyTorch operations, which torch.compile, function transforms, forward mode and fx can follow.
 
-A convolution with the normalized kernels, a box sum of x², and h·g on the output. `cpu/` has the same three steps as
-autograd functions that make fewer passes over memory.
+It has three steps: a convolution with the normalized kernels, a box sum of x², and h·g on the output. `cpu/` has the
+same steps as autograd functions, which make fewer passes over memory.
 """
 
 import torch
@@ -47,7 +47,10 @@ class Composite:
         return norms.normalized(weight, norms.inverse(w_norm, eps)), w_norm
 
     def norm_map(self, x: Tensor, geometry: Geometry, eps: float) -> Tensor:
-        """Return ‖x‖ of every patch and group: (N, groups, …). Padding the small map is padding x: both copy or mirror."""
+        """Return ‖x‖ of every patch and group: (N, groups, …).
+
+        The small map of Σx² is padded instead of x, with the same result: padding copies or mirrors positions.
+        """
         return norms.root(norms.box_sum(norms.sum_of_squares(x, geometry.groups), geometry), eps)
 
     def dot_and_norms(self, x: Tensor, unit: Tensor, geometry: Geometry, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,9 +67,10 @@ class Composite:
         groups: int,
         relu: bool,
     ) -> Tensor:
-        """Return s·h(t·‖x‖, ρ)·g(θ) + b in the shape, dtype and memory format of the dot product; max(·, 0) with `relu`.
+        """Return s·h(t·‖x‖, ρ)·g(θ) + b in the shape, dtype and memory format of the dot product.
 
         vectors: s, t, ρ, b and the learned parameters in the order of `operator.learned`, each (out_channels,) or None.
+        relu: return the maximum of that and 0.
         """
         # no reshaping of maps, which torch.compile cannot see through when sizes are unknown
         channels, ones = dot.shape[1], [1] * (dot.dim() - 2)

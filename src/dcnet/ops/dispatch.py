@@ -1,4 +1,4 @@
-"""Which implementation computes: the one place where that is decided.
+"""Choose the implementation that computes: the only place where that is decided.
 
 Four of them compute the same: `reference` (slow, obvious), `Composite` (ordinary PyTorch operations),
 `AutogradFunctions` (few passes over memory) and `fused` (Triton kernels). The second and the third are `impl="eager"`.
@@ -49,7 +49,10 @@ def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _choose(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
-    """Compute by the implementation asked for, or the fastest that can; an explicit one that cannot run raises."""
+    """Return the result of the implementation asked for; "auto" takes the fastest that can run.
+
+    Raise where the implementation asked for cannot run.
+    """
     check_impl(impl)
     if impl == "fused" or (impl == "auto" and inputs.x.is_cuda):
         reasons = reasons_against_fused(inputs)

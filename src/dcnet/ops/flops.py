@@ -1,22 +1,22 @@
-"""How much a decoupled convolution computes, for those who count.
+"""Count what a decoupled convolution computes.
 
-PyTorch's own counter, `torch.utils.flop_counter.FlopCounterMode`, counts products of matrices and convolutions and nothing else, in our
-layers as in others: the formulas for the fused operators are in `fused/library.py`. fvcore counts what torch.jit.trace records, and is told
-here what else there is.
+PyTorch's own counter, `torch.utils.flop_counter.FlopCounterMode`, counts matrix products and convolutions and nothing
+else, in our layers as in others; its formulas for the fused operators are in `fused/library.py`. fvcore counts what
+torch.jit.trace records. This module tells it what a decoupled layer computes besides convolutions.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-# Of the operations a decoupled layer is traced as, those that fvcore neither counts nor ignores by itself: one for each number that comes
-# out, or, of sums, that goes in
+# The operations in the trace of a decoupled layer that fvcore neither counts nor ignores by itself. Each counts as one
+# for each number that comes out; a sum counts as one for each number that goes in.
 _EACH = (
     *("abs", "acos", "add", "add_", "asin", "div", "exp", "expm1", "log", "log1p", "maximum", "minimum", "mul", "neg"),
     *("pow", "reciprocal", "rsqrt", "rsub", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "where"),
 )
 _SUMS = ("mean", "sum")
-# what moves, repeats or compares numbers
+# These only move, repeat or compare numbers.
 _NOTHING = (
     *("isfinite", "all", "lerp_", "le", "lt", "ne", "repeat_interleave", "clone", "ones_like", "unflatten"),
     *("clamp_max", "clamp_min", "pad"),
@@ -26,10 +26,16 @@ Handle = Callable[[list[Any], list[Any]], int]
 
 
 def fvcore_handles() -> dict[str, Handle | None]:
-    """Return what `fvcore.nn.FlopCountAnalysis` needs to count the norms, angles and magnitudes of decoupled layers too.
+    """Return the handles with which `fvcore.nn.FlopCountAnalysis` counts norms, angles and magnitudes too.
 
-    `FlopCountAnalysis(model, x).set_op_handle(**dcnet.fvcore_handles()).total()`: the plain network's count plus that of the epilogues. Without
-    them fvcore counts the convolutions, and says what it left out.
+    `FlopCountAnalysis(model, x).set_op_handle(**dcnet.fvcore_handles()).total()` is then the count of the plain network
+    plus that of the epilogues. Without the handles fvcore counts the convolutions, and warns about what it left out.
+
+    Examples:
+        >>> import dcnet
+        >>> handles = dcnet.fvcore_handles()
+        >>> handles["aten::clone"] is None, callable(handles["aten::tanh"])
+        (True, True)
     """
     handles: dict[str, Handle | None] = {f"aten::{name}": _outputs for name in _EACH}
     handles |= {f"aten::{name}": _inputs for name in _SUMS}
@@ -45,7 +51,7 @@ def _inputs(inputs: list[Any], outputs: list[Any]) -> int:
 
 
 def _numbers(value: Any) -> int:
-    """Return the size of a traced tensor of floating-point numbers; others are sizes themselves, or places."""
+    """Return the number of elements of a traced floating-point tensor; 0 for others, which are sizes or indices."""
     if not value.isCompleteTensor() or value.type().scalarType() not in ("Float", "Double", "Half", "BFloat16"):
         return 0
     return math.prod(value.type().sizes())

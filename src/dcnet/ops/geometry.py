@@ -29,7 +29,7 @@ class Geometry:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether every patch is one position, each position a patch: 1×1 convolutions of stride 1, and linear layers."""
+        """Whether patches are single positions, one for each: in 1×1 convolutions of stride 1, and linear layers."""
         return all(size == step == 1 for size, step in zip(self.kernel_size, self.stride, strict=True))
 
     @property
@@ -39,7 +39,7 @@ class Geometry:
 
     @property
     def symmetric_padding(self) -> tuple[int, ...] | None:
-        """The zeros PyTorch's convolution can put on both sides itself; None where the padding has to be written out."""
+        """The zeros that PyTorch's convolution can add on both sides itself; None where x has to be padded first."""
         if self.padding_mode != "zeros" or any(before != after for before, after in self.padding):
             return None
         return tuple(before for before, _ in self.padding)

@@ -1,4 +1,4 @@
-"""What every implementation gets: one checked bundle, so that each says only how it computes."""
+"""The checked inputs that every implementation gets, so that each has only to compute."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         return self.radius.rho if isinstance(self.radius, LearnedRadius) else self.radius
 
     def radii(self, norms: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}; (out_channels,), None without a radius."""
+        """Return ρ of each kernel, and the radius used for patches, ρ·E{‖x‖}: each (out_channels,), or None."""
         rho = self.rho
         if rho is None:
             return None, None

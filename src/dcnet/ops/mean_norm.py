@@ -10,9 +10,10 @@ from dcnet.util.compat import recomputing
 
 
 def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
-    """Move the running average towards the mean of a new batch, unless this forward is a recomputation.
+    """Move the running average toward the mean of a new batch, unless this forward is a recomputation.
 
-    A group whose mean is not finite stays where it is, and its batch is not counted: one NaN would never leave the average.
+    The average of a group whose mean is not finite stays as it is, and the batch is not counted: a NaN would never
+    leave the average.
     """
     if recomputing():
         return
@@ -25,8 +26,8 @@ def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor,
     num_batches_tracked.add_(finite.all())
 
 
-# An operator, so that a compiled graph asks whether it is a recomputation whenever it runs, not once when it is compiled.
-# Defined directly rather than by `torch.library.custom_op`, whose checks take longer than the arithmetic.
+# An operator, so that a compiled graph asks whether it is a recomputation each time it runs, and not once, when it is
+# compiled. Defined directly, not by `torch.library.custom_op`, whose checks take longer than the arithmetic.
 _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 _LIBRARY.define(
     "track_norm(Tensor mean, Tensor(a!) running_norm, Tensor(b!) num_batches_tracked, float? momentum) -> ()"
@@ -59,7 +60,7 @@ class BatchMean(NamedTuple):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over all ranks; the gradient is the sum over all ranks too."""
+    """Computes the sum over all ranks; the gradient is the sum over all ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

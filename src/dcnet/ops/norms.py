@@ -59,7 +59,7 @@ def sum_of_squares(x: Tensor, groups: int = 1) -> Tensor:
 
 
 def box_sum(maps: Tensor, geometry: Geometry) -> Tensor:
-    """Return the sum over the window of every patch, each channel by itself.
+    """Return the sum over the window of every patch, for each channel separately.
 
     Pooling and slices, not a convolution with ones: a convolution may round to bf16 under autocast, or to TF32.
     """

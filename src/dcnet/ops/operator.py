@@ -1,4 +1,4 @@
-"""Which decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
+"""The choice of a decoupled operator: a magnitude, an angular function, and how ‖w‖ enters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -56,7 +56,7 @@ class Operator:
         return self.magnitude.learned + self.angular.learned
 
     def kernel_factor(self, norm: Tensor, rho: Tensor | None, learned: Mapping[str, Tensor]) -> Tensor | None:
-        """What multiplies h(‖x‖)·g for each kernel of norm ‖w‖; None stands for 1."""
+        """Return the factor of h(‖x‖)·g for each kernel of norm ‖w‖; None stands for 1."""
         if self.weighting == "linear":
             return norm
         if self.weighting == "separate":
@@ -64,16 +64,16 @@ class Operator:
         return None
 
     def magnitude_one(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
-        """h₁, the magnitude with α = 1 (as it is, where it has no α), and its slopes."""
+        """Return h₁, the magnitude with α = 1 (if it has an α), and its slopes."""
         return self.magnitude(norm, rho, learned, **dict(self.alpha_one))
 
     @property
     def alpha_one(self) -> tuple[tuple[str, float], ...]:
-        """What sets α to 1, where the magnitude has an α."""
+        """The parameters that set α to 1; none for a magnitude without an α."""
         return (("alpha", 1.0),) if "alpha" in dict(self.magnitude.values) else ()
 
     def patch_magnitude(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The part of h that depends on ‖x‖, and its slopes."""
+        """Return the part of h that depends on ‖x‖, and its slopes."""
         return (
             self.magnitude_one(norm, rho, learned)
             if self.weighting == "separate"
@@ -99,23 +99,25 @@ class Operator:
 def make_operator(
     magnitude: "str | Formula | Choice", angular: "str | Formula | Choice", weighting: str | None
 ) -> Operator:
-    """The operator these names choose; raises where they do not go together."""
+    """Return the operator with these functions and this weighting; raise where they do not go together."""
     operator = Operator(choose("magnitude", magnitude), choose("angular", angular), weighting)
     if weighting not in WEIGHTINGS:
         guess = nearest(weighting, ("linear", "joint", "separate")) if isinstance(weighting, str) else ""
         raise ValueError(f"unknown weighting {weighting!r}.{guess} Possible: None, 'linear', 'joint', 'separate'")
     if weighting in ("joint", "separate") and not operator.magnitude.formula.uses_norm:
         raise ValueError(
-            f"weighting={weighting!r} bends a norm, but the magnitude {operator.magnitude.name!r} has none to bend; possible here: None, 'linear'",
+            f"weighting={weighting!r} bends a norm, but the magnitude {operator.magnitude.name!r} has none to bend; "
+            "possible here: None, 'linear'",
         )
     if weighting == "separate" and "alpha" in operator.magnitude.learned:
         raise ValueError(
-            f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha with it"
+            f"weighting='separate' takes α out of both magnitudes, so {operator.magnitude.name!r} cannot learn alpha "
+            "with it"
         )
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")
-    # torch.compile has no use for a shared one, and may not follow the making of its names
+    # torch.compile has no use for a shared operator, and may be unable to trace how its names are made
     return (
         operator if torch.compiler.is_compiling() else shared_operator(operator.magnitude, operator.angular, weighting)
     )

@@ -208,7 +208,7 @@ def _predictions(model: nn.Module, images: Tensor, where: str) -> Tensor:
 
 
 def _correct(model: nn.Module, images: Tensor, labels: Tensor, batch: int, where: str) -> Tensor:
-    """(N,): whether the model is right."""
+    """Return whether the model is right for each image: (N,)."""
     parts = [
         _predictions(model, images[i : i + batch], where) == labels[i : i + batch] for i in range(0, len(labels), batch)
     ]

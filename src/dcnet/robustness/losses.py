@@ -13,7 +13,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(N,): what training lowers."""
+    """Return the cross-entropy of each image, which training minimizes: (N,)."""
     return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
@@ -62,7 +62,7 @@ def finite_slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -
 
 
 def aims(labels: Tensor, target: Tensor | None) -> tuple[Tensor, float]:
-    """Return the labels a loss is taken of, and the sign of its change: away from them, or towards a target."""
+    """Return the labels a loss is taken of, and the sign of its change: away from them, or toward a target."""
     if target is None:
         return labels, 1.0
     if target.shape != labels.shape or target.is_floating_point():
@@ -73,6 +73,6 @@ def aims(labels: Tensor, target: Tensor | None) -> tuple[Tensor, float]:
 
 
 def fooled(logits: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
-    """(N,): whether an attack has what it wants."""
+    """Return whether an attack has reached its goal for each image: (N,)."""
     predicted = logits.argmax(1)
     return predicted != labels if target is None else predicted == target

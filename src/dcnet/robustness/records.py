@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def eps_of(record: Record) -> float | None:
-    """ε in units of 1/255, rounded so that 8/255 and 0.031373 are the same; None where nobody wrote it down."""
+    """Return ε in units of 1/255, rounded so that 8/255 and 0.031373 are the same; None if it was not recorded."""
     return None if record.get("eps") is None else round(255.0 * record["eps"], 2)
 
 

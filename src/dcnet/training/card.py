@@ -1,4 +1,7 @@
-"""A model card: what a trained network is, what it was trained on, how good it is, and how far its robustness can be believed."""
+"""A model card: what a trained network is, what it was trained on, how good it is, and how robust.
+
+It also says how far the measured robustness can be trusted.
+"""
 
 from typing import Any
 
@@ -7,7 +10,10 @@ from dcnet.version import __version__
 
 
 def model_card(about: dict[str, Any], name: str = "NAME") -> str:
-    """Return the card in Markdown, with the header the Hugging Face hub reads; `about` is what `save_weights` writes."""
+    """Return the card in Markdown, with the header that the Hugging Face hub reads.
+
+    about: the description of a network that `save_weights` writes.
+    """
     recipe, shape, result = recorded(about["recipe"]), about["shape"], about.get("result")
     operator = (
         "plain convolutions"

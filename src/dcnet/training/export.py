@@ -28,10 +28,13 @@ def export_run(
     opset: int = 18,
     data_root: str | Path = "data",
 ) -> ExportReport:
-    """Write the network of a run folder, or of a file of its weights, in another format; return a report of it. See `dcnet.export`.
+    """Write the network of a run folder, or of a file of its weights, in another format; return a report.
 
-    path: `model.onnx`, `model.pt2` or `model.safetensors` in the run folder, or beside the file, without it. The network takes images in
-    [0, 1]. It is checked on test images of its data set; where that is not under `data_root`, on noise, and a note says so.
+    See `dcnet.export`. The network takes images in [0, 1]. It is checked on test images of its data set; if that is not
+    under `data_root`, it is checked on noise, and a note says so.
+
+    path: if not given, `model.onnx`, `model.pt2` or `model.safetensors` in the run folder, or a file beside that of the
+    weights.
     """
     source = Path(source)
     if to not in FORMATS:

@@ -1,4 +1,4 @@
-"""The recipe that converts a trained network and goes on with training it."""
+"""The recipe that converts a trained network and trains it further."""
 
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ _OPERATOR = ("magnitude", "angular", "weighting", "radius")
 
 
 def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None = None, **fields: Any) -> Recipe:
-    """Return the recipe that starts from a trained network, converts it, calibrates it, and trains it for some epochs.
+    """Return the recipe that converts a trained network to an operator, calibrates it, and trains it for some epochs.
 
-    A run whose network is decoupled goes on with its own operator.
+    Where the network of a run is decoupled already, it keeps its operator.
 
     Args:
         model: a run folder, timm:NAME, torchvision:NAME, MODULE:CALLABLE, or a name of `dcnet.list_models()`.
-        weights: a .safetensors file, a run folder, or "library"; the run's own where `model` is one.
+        weights: a .safetensors file, a run folder, or "library". If `model` is a run folder, its own weights are used.
         base: a recipe to change, instead of the usual one for fine-tuning.
-        fields: of the recipe; `magnitude=None` trains the plain network on.
+        **fields: fields of the recipe. `magnitude=None` trains the plain network further.
     """
     usual = Recipe() if base is None else base
     values: dict[str, Any] = dict(FINETUNE) if base is None else {"calibrate": FINETUNE["calibrate"]}

@@ -1,7 +1,8 @@
 """Trained networks that come with dcnet, by name: `dcnet.load("hub:NAME")`.
 
-A folder holds them: `NAME.safetensors`, with recipe, formulas and results in the metadata, and `index.json`, a list with the name, data,
-accuracy and digest of each. The folder comes with the package; the environment variable DCNET_HUB names one that is looked at first.
+They are in a folder: `NAME.safetensors`, with recipe, formulas and results in the metadata, and `index.json`, a list
+with the name, data, accuracy and digest of each. One folder comes with the package; the environment variable DCNET_HUB
+names another, which is searched first.
 """
 
 import hashlib
@@ -27,8 +28,9 @@ _FIELDS = ("name", "data", "model", "operator", "accuracy", "parameters", "sha25
 def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     """Return a trained network in evaluation mode: images in [0, 1] to logits.
 
-    path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
-    trust_formulas: execute the copy of formulas of one's own that the folder or file has, where they are not registered here.
+    Args:
+        path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
+        trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
     """
     if isinstance(path, str) and path.startswith(PREFIX):
         return load_file(find_in_hub(path.removeprefix(PREFIX)), trust_formulas=trust_formulas)
@@ -40,7 +42,7 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
 
 
 def hub_folders() -> list[Path]:
-    """Return the folders that are looked at, the user's own first."""
+    """Return the folders to search, the user's own first."""
     own = os.environ.get("DCNET_HUB")
     return [*([Path(own)] if own else []), Path(str(files("dcnet") / "hub"))]
 
@@ -55,7 +57,7 @@ def trained_models() -> dict[str, dict[str, Any]]:
 
 
 def find_in_hub(name: str) -> Path:
-    """Return the file of a trained network; raise where there is none of that name, or the file is not the one that was trained."""
+    """Return the file of a trained network; raise if there is none, or its digest is not that in the index."""
     known = trained_models()
     if name not in known:
         there = ", ".join(known) or "none"
@@ -69,7 +71,10 @@ def find_in_hub(name: str) -> Path:
 
 
 def add_to_hub(run: Run, name: str, folder: str | Path) -> Path:
-    """Write the network of a finished run into a folder of trained networks, in bfloat16, and into its index; return the file."""
+    """Write the network of a finished run, in bfloat16, to a folder of trained networks, and add it to the index.
+
+    Return the file.
+    """
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"name={name!r}; possible: small letters, digits, and - _ . between them")
     result = run.result

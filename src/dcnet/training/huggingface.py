@@ -1,4 +1,7 @@
-"""Networks on the Hugging Face hub, by huggingface_hub's own mixin: `push_to_hub`, `save_pretrained`, `from_pretrained`."""
+"""Networks on the Hugging Face hub, by the mixin of huggingface_hub.
+
+It has `push_to_hub`, `save_pretrained` and `from_pretrained`.
+"""
 
 from dataclasses import asdict
 from functools import cache
@@ -23,10 +26,13 @@ def hub_model() -> type[Any]:
         raise ImportError("the Hugging Face hub needs huggingface_hub: pip install 'dcnet[hub]'") from error
 
     class HubModel(nn.Module, PyTorchModelHubMixin):  # type: ignore[misc]
-        """A trained network as the hub has it: weights in model.safetensors, recipe and conversion in config.json, a model card.
+        """A trained network in the form of the hub.
 
-        Make one with `HubModel.from_run("runs/NAME")` or `HubModel.from_pretrained("folder or owner/name")`. Files execute nothing: formulas of
-        one's own must be registered here, a network of one's own trusted by `dcnet.trust_model`, and pickles are not loaded.
+        The weights are in model.safetensors, recipe and conversion in config.json, and there is a model card.
+
+        Make one with `HubModel.from_run("runs/NAME")` or `HubModel.from_pretrained("folder or owner/name")`. Files
+        execute nothing: formulas of your own must be registered here, a network of your own must be trusted by
+        `dcnet.trust_model`, and pickles are not loaded.
         """
 
         def __init__(
@@ -69,7 +75,7 @@ def hub_model() -> type[Any]:
             return model
 
         def forward(self, x: Tensor) -> Tensor:
-            """Logits (N, classes) for images (N, C, H, W) in [0, 1]."""
+            """Return the logits (N, classes) of images (N, C, H, W) in [0, 1]."""
             return self.net(x)  # type: ignore[no-any-return]
 
         def generate_model_card(self, *arguments: Any, **options: Any) -> Any:

@@ -75,11 +75,13 @@ class Recipe:
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
     pretrained: str | None = _option(
         None,
-        "Weights to start from, of the same structure: a run folder, a .safetensors file, or library for those of timm and torchvision.",
+        "Weights to start from, of the same structure: a run folder, a .safetensors file, or library for those of timm "
+        "and torchvision.",
     )
     calibrate: int = _option(
         0,
-        "Training batches on which a trained plain network, converted to the operator, is given back its means and deviations; 0 for none.",
+        "Training batches on which a trained plain network, converted to the operator, is given back its means and "
+        "deviations; 0 for none.",
         low=0,
     )
 

@@ -27,7 +27,10 @@ Conversion = Mapping[str, Mapping[str, Any]]
 
 
 def layer_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options of the recipe's decoupled layers, as `decouple_` and `create_model` take them; none for the plain network."""
+    """Return the options of the recipe's decoupled layers, as `decouple_` and `create_model` take them.
+
+    The plain network has none.
+    """
     if recipe.magnitude is None:
         return {}
     options: dict[str, Any] = {"weighting": recipe.weighting, "sync": recipe.sync}
@@ -47,10 +50,10 @@ def plain_recipe(recipe: Recipe) -> Recipe:
 def build_model(
     recipe: Recipe, shape: dict[str, Any], conversion: Conversion | None = None, library_weights: bool = False
 ) -> nn.Module:
-    """The recipe's network for data of that shape: num_classes, in_channels, input_size.
+    """Return the recipe's network for data of that shape: num_classes, in_channels, input_size.
 
-    conversion: the layers that were converted, by `conversion_of`, of a network that was plain first. library_weights: those that the
-    library of the network has for it.
+    conversion: of a network that was plain first, the layers that were converted, as `conversion_of` returns them.
+    library_weights: load the weights that the library of the network has for it.
     """
     if conversion is not None:
         return restore_conversion_(build_model(plain_recipe(recipe), shape), conversion)

@@ -1,4 +1,4 @@
-"""Where a run starts: a network with new weights, with another's, or a trained plain one converted to the recipe's operator."""
+"""The start of a run: a network with new weights, with given weights, or a trained plain network that is converted."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ _OPERATOR = ("magnitude", "angular", "weighting", "radius")
 
 @dataclass(frozen=True)
 class Start:
-    """A network, and which of its layers were converted after it was built, with their options; None where it was built as it is."""
+    """A network, and the layers that were converted after it was built, with their options; None for none."""
 
     model: nn.Module
     conversion: Conversion | None = None
@@ -58,14 +58,14 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
         return Start(model)
     if isinstance(source, Run) and source.recipe.magnitude is not None:
         raise ValueError(
-            f"calibrate={recipe.calibrate}: the network in {source.folder} is decoupled already ({source.recipe.magnitude}); "
-            "possible: a plain network's weights, or calibrate=0"
+            f"calibrate={recipe.calibrate}: the network in {source.folder} is decoupled already "
+            f"({source.recipe.magnitude}); possible: a plain network's weights, or calibrate=0"
         )
     return _converted(recipe, shape, source, _Batches(recipe, data, ranks))
 
 
 def _as_it_was(recipe: Recipe, shape: dict[str, int], source: Run) -> Start:
-    """A network that was converted once goes on as it is."""
+    """Return the network of a run that was converted already, as it is; raise if the recipe has another operator."""
     there, here = asdict(source.recipe), asdict(recipe)
     other = [f"{name}={there[name]!r} there, {here[name]!r} here" for name in _OPERATOR if there[name] != here[name]]
     if other:
@@ -113,5 +113,6 @@ def _check_structure(recipe: Recipe) -> None:
     for name in _STRUCTURE:
         if getattr(recipe, name) != getattr(usual, name):
             raise ValueError(
-                f"recipe: {name}={getattr(recipe, name)!r} is for dcnet's own networks; {recipe.model} is as its library makes it"
+                f"recipe: {name}={getattr(recipe, name)!r} is for dcnet's own networks; "
+                f"{recipe.model} is as its library makes it"
             )

@@ -264,7 +264,7 @@ class _Average:
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
-        """Move one step towards the model."""
+        """Move one step toward the model."""
         mine, its = [*self.model.parameters(), *self.model.buffers()], [*model.parameters(), *model.buffers()]
         pairs = list(zip(mine, its, strict=True))
         floats = [(a, b) for a, b in pairs if a.is_floating_point()]

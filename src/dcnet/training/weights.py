@@ -1,4 +1,4 @@
-"""Weights in files: safetensors with recipe and formulas in their metadata, and other people's; pickles are never loaded."""
+"""Weights in files: safetensors with recipe and formulas in their metadata, and those of others; never pickles."""
 
 import json
 import tempfile
@@ -30,9 +30,10 @@ _EXTRAS = ("raw_", "running_norm", "num_batches_tracked")  # that only decoupled
 
 
 def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
-    """Write the weights of a run's network into a file that `load` reads: without the optimizer's state, with recipe and formulas.
+    """Write the weights of a run's network to a file that `load` reads.
 
-    bf16: parameters in bfloat16, half as large; running averages stay as they are.
+    It has recipe and formulas, but no state of the optimizer. bf16: parameters in bfloat16, half as large;
+    running averages keep their dtype.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     model = run.model
@@ -56,7 +57,7 @@ def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
 
 
 def robustness_of(run: Run) -> dict[str, Any] | None:
-    """Return in short what attacks on the run found: accuracies, and what the check-up says of them; None where there were none."""
+    """Return a summary of the attacks on a run, accuracies and the verdict of the check-up; None without attacks."""
     records = [record for record in run.attacks if not record["transfer"]]
     if not records:
         return None
@@ -78,7 +79,8 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = Path(path)
     if path.suffix.lower() in _PICKLES:
         raise ValueError(
-            f"{path} is a pickle by its name, and pickles, which can execute code, are never loaded; possible: a .safetensors file "
+            f"{path} is a pickle by its name, and pickles, which can execute code, are never loaded; "
+            "possible: a .safetensors file "
             "(safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors') makes one of it)"
         )
     if not path.is_file():
@@ -147,13 +149,16 @@ def find_weights(name: str) -> Source:
             raise ValueError(f"{path} is the checkpoint of a run; give its folder: {path.parent}")
         return path
     raise FileNotFoundError(
-        f"{name} is not a run folder, and not a file (looked at {path.resolve()}); possible: a run folder, a .safetensors file, "
-        f"or {LIBRARY} for the weights of timm and torchvision"
+        f"{name} is not a run folder, and not a file (looked at {path.resolve()}); "
+        f"possible: a run folder, a .safetensors file, or {LIBRARY} for the weights of timm and torchvision"
     )
 
 
 def load_weights_(model: nn.Module, source: Source) -> None:
-    """Load them into a network of the same structure. A classifier of other classes starts anew, and a warning says so."""
+    """Load weights into a network of the same structure.
+
+    A classifier with another number of classes keeps its new weights, and a warning says so.
+    """
     if isinstance(source, Run):
         name, tensors = str(source.folder), source.model.state_dict()
     else:
@@ -173,7 +178,8 @@ def load_weights_(model: nn.Module, source: Source) -> None:
         )
     if other:
         warnings.warn(
-            f"the classifier {classifier} starts anew: {name} has {len(tensors[other[0]])} classes, the data {len(there[other[0]])}",
+            f"the classifier {classifier} starts anew: {name} has {len(tensors[other[0]])} classes, "
+            f"the data {len(there[other[0]])}",
             stacklevel=2,
         )
         tensors |= {key: there[key] for key in other}

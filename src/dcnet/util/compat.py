@@ -66,7 +66,7 @@ def changed_by_fsdp(module: nn.Module) -> bool:
 
 
 def lerp_all_(tensors: list[Tensor], others: list[Tensor], weight: float) -> None:
-    """Move each tensor towards its other by the weight, in one launch for many."""
+    """Move each tensor toward its other by the weight, in one launch for many."""
     torch._foreach_lerp_(tensors, others, weight)
 
 

@@ -19,7 +19,7 @@ from dcnet.util.compat import is_grads_batched
 
 
 class AutogradFunctions(Composite):
-    """`impl="eager"` wherever nobody needs to look into an autograd function."""
+    """`impl="eager"` where nothing, such as a compiler, has to look into an autograd function."""
 
     def unit_kernel(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return _UnitKernel.apply(weight, eps)
@@ -30,7 +30,7 @@ class AutogradFunctions(Composite):
     def dot_and_norms(self, x: Tensor, unit: Tensor, geometry: Geometry, eps: float) -> tuple[Tensor, Tensor]:
         kind = x.device.type
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        # under autocast the dtype is the convolution's business
+        # under autocast the convolution decides on the dtype
         if geometry.dims == 0 or geometry.symmetric_padding is None or autocast:
             return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
         dot, squares = _DotAndSquares.apply(x, unit, geometry)
@@ -50,7 +50,10 @@ class AutogradFunctions(Composite):
 
 
 class _UnitKernel(torch.autograd.Function):
-    """w/‖w‖ and ‖w‖ in few operations: for a small batch those on kernels take as long as those on maps."""
+    """Computes w/‖w‖ and ‖w‖ in few operations.
+
+    For a small batch, operations on kernels take as long as operations on maps.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,12 +67,12 @@ class _UnitKernel(torch.autograd.Function):
     def backward(ctx: Any, of_unit: Tensor | None, of_norm: Tensor | None) -> tuple[Tensor, None]:
         weight, w_norm = ctx.saved_tensors
         one_over_norm, exact = inverse(w_norm, ctx.eps), weight.to(w_norm.dtype)
-        # ‖w‖ has the slope w/‖w‖; w/‖w‖ has 1/‖w‖ less what goes into its length
+        # the slope of ‖w‖ is w/‖w‖; that of w/‖w‖ is 1/‖w‖, less the part along w
         along = torch.zeros_like(w_norm) if of_norm is None else of_norm * one_over_norm
         if of_unit is None:
             return (exact * per_kernel(along, weight)).to(weight.dtype), None
         of_unit = of_unit.to(w_norm.dtype)
-        # one factor after another: the cube of a small norm's inverse may be too large a number
+        # one factor at a time: the cube of a small norm's inverse may overflow
         length = (of_unit * exact).sum(tuple(range(1, weight.dim()))) * one_over_norm * one_over_norm
         along = along - length * one_over_norm
         grad = (of_unit * per_kernel(one_over_norm, weight)).addcmul_(exact, per_kernel(along, weight))
@@ -85,7 +88,10 @@ def _squares(x: Tensor, groups: int) -> Tensor:
 
 
 class _SumOfSquares(torch.autograd.Function):
-    """Σ over each group's channels of x², in the compute dtype; keeps x alone, which the convolution keeps anyway."""
+    """Computes Σ over each group's channels of x², in the compute dtype.
+
+    It saves only x, which the convolution saves anyway.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: int) -> Tensor:
@@ -100,14 +106,14 @@ class _SumOfSquares(torch.autograd.Function):
 
 
 class _DotAndSquares(torch.autograd.Function):
-    """A convolution, and Σx² over the channels of each group: both parts of the gradient of x are added in one pass."""
+    """Computes a convolution, and Σx² over each group's channels; adds both parts of the gradient of x in one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernel: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         ctx.geometry = geometry
         ctx.save_for_backward(x, kernel)
         dot, squares = convolve(x, kernel, None, geometry), _squares(x, geometry.groups)
-        if not ctx.needs_input_grad[0]:  # the kernel has nothing to do with them
+        if not ctx.needs_input_grad[0]:  # they do not depend on the kernel
             ctx.mark_non_differentiable(squares)
         return dot, squares
 
@@ -121,7 +127,7 @@ class _DotAndSquares(torch.autograd.Function):
         )
         if want_x:
             grouped, doubled = x.unflatten(1, (g.groups, -1)), (2.0 * of_squares).unsqueeze(2)
-            # what is differentiated itself, or batched, is no place to write to
+            # a gradient that is differentiated itself, or batched, cannot be changed in place
             if torch.is_grad_enabled() or is_grads_batched(of_dot):
                 grad_x = grad_x + (grouped * doubled).reshape(x.shape).to(grad_x.dtype)
             else:
@@ -130,12 +136,12 @@ class _DotAndSquares(torch.autograd.Function):
 
 
 def _box_sum(maps: Tensor, geometry: Geometry) -> Tensor:
-    """Return the sum over the window of every patch, each channel by itself."""
+    """Return the sum over the window of every patch, for each channel separately."""
     if geometry.is_pointwise or maps.device.type != "cpu" or max(geometry.kernel_size) > 7:
         return norms.box_sum(maps, geometry)
     if geometry.padding_mode != "zeros":
         maps, padding = geometry.pad(maps), ((0, 0),) * geometry.dims
-    else:  # zeros add nothing: no padded map is written, which for a large dilation would be many times the map
+    else:  # zeros add nothing, so no padded map is written; with a large dilation it would be much larger than the map
         padding = geometry.padding
     sizes = maps.shape[2:]
     windows = tuple(
@@ -148,7 +154,7 @@ def _box_sum(maps: Tensor, geometry: Geometry) -> Tensor:
 
 
 class Windows(NamedTuple):
-    """The windows along one dimension: window o holds o·step − before + j·apart for j below its size."""
+    """The windows along one dimension: window o holds the places o·step − before + j·apart for 0 ≤ j < size."""
 
     size: int
     step: int
@@ -158,7 +164,7 @@ class Windows(NamedTuple):
     outputs: int
 
     def overlaps(self) -> Iterator[tuple[slice, slice]]:
-        """Yield, for each j, the windows whose j-th place lies in the map, and those places."""
+        """Yield, for each j, the windows whose j-th place lies inside the map, and those places."""
         for j in range(self.size):
             offset = j * self.apart - self.before
             first = max(0, -(offset // self.step))  # the smallest o with o·step + offset ≥ 0
@@ -169,9 +175,9 @@ class Windows(NamedTuple):
 
 
 class _BoxSum(torch.autograd.Function):
-    """The sum over every window, or, transposed, what every place gets from the windows that hold it.
+    """Computes the sum over every window, or, transposed, for every place the sum over the windows that hold it.
 
-    Slices added up, one dimension after another: five times faster on a CPU than pooling.
+    It adds slices, one dimension at a time: five times faster on a CPU than pooling.
     """
 
     @staticmethod

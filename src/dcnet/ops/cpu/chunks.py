@@ -5,13 +5,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a chunk for each thread: few enough for intermediate results to stay in the cache and for a low peak memory,
+# Elements of a chunk for each thread: few enough that intermediate results stay in the cache and peak memory stays low,
 # and enough that Python's share of the time is small. Measured on two cores (benchmarks/NOTES.md).
 CHUNK = 262144
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in chunks along their first dimension, by the size of the first; whole on other devices."""
+    """Yield the tensors in chunks along their first dimension; on other devices than a CPU, yield them whole.
+
+    The size of the first tensor decides how many rows a chunk has.
+    """
     x = tensors[0]
     per_chunk = CHUNK * torch.get_num_threads() if x.device.type == "cpu" else x.numel()
     rows = max(1, per_chunk * x.shape[0] // max(1, x.numel()))

@@ -10,8 +10,9 @@ For an incoming gradient e the gradients follow from the formulas' own slopes (h
     d:  e·s·h·g'/n  (0 where the clamp holds)         n:  Σ over kernels of  e·s·g·h'·t − (gradient of d)·c
     s:  Σ e·h·g        t:  Σ e·s·g·h'·n        ρ:  Σ e·s·g·h_ρ        b:  Σ e        a parameter k of g:  Σ e·s·h·g_k
 
-The dot product and the norm map are inputs of the autograd function. On a CPU the results of slow functions are kept besides; everything
-else is computed again in backward. Where backward is differentiated itself all of it is: a kept result would be taken for a constant.
+The dot product and the norm map are inputs of the autograd function and saved for backward. On a CPU, the results of
+slow functions are saved too. Everything else is computed again in backward. Where backward itself is differentiated,
+those results are computed again as well: autograd would take a saved result for a constant.
 """
 
 import math
@@ -58,24 +59,27 @@ def epilogue(
 
 
 def _channels_last(x: Tensor) -> bool:
-    """Whether the channels of x lie next to each other in memory, and no other layout would do as well."""
+    """Tell whether the channels of x lie next to each other in memory, and x is not contiguous as well."""
     return x.dim() == 2 or (x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous())
 
 
 class _Kind(NamedTuple):
-    """What decides which passes there are."""
+    """What decides which programs a call needs; the key of their cache."""
 
     operator: Operator
     relu: bool
     dims: int  # of d: 4 with positions behind the kernels, else 3
-    there: tuple[bool, ...]  # which vectors
-    wanted: tuple[bool, ...]  # which gradients, of (d, n, *vectors)
+    there: tuple[bool, ...]  # which vectors are given
+    wanted: tuple[bool, ...]  # which gradients are needed, of (d, n, *vectors)
     direct: bool  # whether d has the dtype of the arithmetic
-    never_zero: bool  # whether eps keeps the norms from 0
+    never_zero: bool  # whether eps keeps norms above 0
 
 
 class _Epilogue(torch.autograd.Function):
-    """Acts on d (rows, groups, kernels[, positions]), n (rows, groups, 1[, positions]), vectors (groups, kernels[, 1])."""
+    """The epilogue for autograd.
+
+    d is (rows, groups, kernels[, positions]), n is (rows, groups, 1[, positions]), vectors are (groups, kernels[, 1]).
+    """
 
     @staticmethod
     def forward(
@@ -99,9 +103,9 @@ class _Epilogue(torch.autograd.Function):
             d.dtype == n.dtype,
             never_zero(eps, n.dtype),
         )
-        on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may have no numbers to look at
+        on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may hold no numbers
         keep = on_cpu and differentiable and any(wanted)
-        clamped = not on_cpu  # whether |d/n| ≥ 1 somewhere, maybe; asking another device would mean waiting for it
+        clamped = not on_cpu  # whether |d/n| may be ≥ 1 somewhere; to ask another device is to wait for it
         programs = _programs(kind, clamped, keep)
         program, count = programs.forward(*given), programs.kept
         y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
@@ -121,8 +125,8 @@ class _Epilogue(torch.autograd.Function):
         d, n, y, *rest = ctx.saved_tensors
         vectors, kept = rest[: len(kind.there)], rest[len(kind.there) :]
         one_over_n = inverse(n, ctx.eps)
-        # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in place;
-        # a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
+        # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in
+        # place; a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
         if torch.is_grad_enabled() or is_grads_batched(e):
             of_d, *others = _gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
             return None, None, None, None, None if of_d is None else of_d.to(d.dtype), *others
@@ -144,7 +148,10 @@ class _Epilogue(torch.autograd.Function):
 
 @lru_cache(maxsize=1024)
 def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
-    """Return the passes: `Operator.value`, with the extremes of d/n where that is not clamped, and `_gradients`."""
+    """Return the recorded programs of `Operator.value` and `_gradients`.
+
+    Without a clamp, the forward program also returns the smallest and the largest d/n.
+    """
     d = torch.ones((2, 3, 5, 7)[: kind.dims], dtype=torch.float64)
     per_kernel = d[0, ..., :1] if kind.dims == 4 else d[0]
     inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
@@ -172,10 +179,10 @@ def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
 
 
 def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
-    """The gradients in (d, n, factor, gain, radius, bias, *learned), None where not wanted; see the top of the file.
+    """Return the gradients of (d, n, factor, gain, radius, bias, *learned), None for those not wanted.
 
-    clamped: whether a clamp of cos θ may hold somewhere, which lets no gradient through. The last arguments are the output where it is a
-    ReLU's, and the incoming gradient.
+    The top of this file has the formulas. clamped: whether cos θ may be clamped somewhere, where no gradient passes.
+    The last two arguments are the output if it is that of a ReLU, else None, and the incoming gradient.
     """
     factor, gain, radius, _, *learned, y, e = rest
     operator = kind.operator
@@ -207,7 +214,7 @@ def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *res
     ]
 
     def to_kernels(full: Any) -> Any:
-        """Sums over rows and positions into the shape of the vectors."""
+        """Return the sum over rows and positions, in the shape of the vectors."""
         return full.sum((0, 3) if kind.dims == 4 else (0,), keepdim=True).squeeze(0)
 
     return (
@@ -226,5 +233,5 @@ def _is(slope: Any, number: float) -> bool:
 
 
 def _times(full: Any, slope: Any) -> Any:
-    """full·slope, without a pass over memory where the slope is the number 1."""
+    """Return full·slope, without a pass over memory if the slope is the number 1."""
     return full if _is(slope, 1.0) else full * slope

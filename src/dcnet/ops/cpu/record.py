@@ -1,13 +1,13 @@
-"""A forward and a backward pass over the same tensors, recorded once and made into lean programs.
+"""Record a forward and a backward pass over the same tensors once, and compile them into lean programs.
 
-In a training step on a CPU a decoupled network's own share is passes over memory. So what is to be computed is recorded with
-torch.fx, value and gradients in one graph, and then
+What a decoupled network adds to a training step on a CPU is passes over memory. So the computation is recorded with
+torch.fx, value and gradients in one graph, and the graph is improved:
 
 - what is computed twice is computed once, and what no result needs is not computed;
-- in products, small factors (one for each position, or for each kernel) come last, and behind sums where they can;
+- in products, small factors (one for each position, or for each kernel) come last, and after sums where possible;
 - tanh of a product of small factors is left to `tanh_interpolation.py`;
-- results of slow functions (tanh takes as long as twenty products) are kept by the forward pass for the backward pass;
-- a result that nobody reads any more is written over, and the last operation writes where its result is wanted.
+- the forward pass keeps the results of slow functions (tanh takes as long as twenty products) for the backward pass;
+- a result that is not read again is overwritten, and the last operation writes directly to the caller's tensor.
 """
 
 import operator
@@ -22,7 +22,7 @@ from dcnet.ops.cpu.tanh_interpolation import tanh_of_product
 
 _COMMUTATIVE = (operator.mul, operator.add)
 
-# operation (a function, or a method by its name) -> the method that writes over its tensor, and the function that takes out=
+# operation (a function, or a method by its name) -> the method that works in place, and the function that takes out=
 _VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
     operator.mul: ("mul_", torch.mul),
     operator.add: ("add_", torch.add),
@@ -34,25 +34,30 @@ _VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
     torch.rsqrt: ("rsqrt_", torch.rsqrt),
     torch.tanh: ("tanh_", torch.tanh),
     torch.asin: ("asin_", torch.asin),
-    tanh_of_product: ("", tanh_of_product),  # its arguments are small: none is written over
+    tanh_of_product: ("", tanh_of_product),  # its arguments are small: none is overwritten
 }
 
-# slower than writing their results to memory and reading them again (benchmarks/NOTES.md); asin, at half the time of tanh, is not
+# Slower than writing their results to memory and reading them again (benchmarks/NOTES.md). asin is not: it takes half
+# the time of tanh.
 _SLOW = (torch.tanh, tanh_of_product, operator.pow)
 
-Pass = Callable[..., tuple[Any, ...]]  # over a piece
+Pass = Callable[..., tuple[Any, ...]]  # over one chunk
 
 
 class Pair(NamedTuple):
-    """The two programs. Given what is the same for every piece, each makes ready what depends on that alone, and is the pass over a piece then.
+    """The two programs that `record` returns.
+
+    Call a program with the tensors that are the same for every chunk. It computes at once what depends on nothing else,
+    and returns a function: the pass over one chunk.
 
     Parameters come in the order of `record`'s, without those that are None.
     """
 
-    forward: Callable[..., Pass]  # (*once) -> (out, *kept, *inputs) -> the other results
-    backward: Callable[
-        ..., Pass
-    ]  # (*once) -> (out if there is a first result, *kept, *inputs, *later) -> the other results
+    # (*once) -> (out, *kept, *inputs) -> the other results
+    forward: Callable[..., Pass]
+    # (*once) -> (out if there is a first result, *kept, *inputs, *later) -> the other results
+    backward: Callable[..., Pass]
+    # how many results the forward pass keeps for the backward pass
     kept: int
 
 
@@ -67,12 +72,23 @@ def record(
     once: Mapping[str, Tensor | None] | None = None,
     inverses: tuple[str, str] | None = None,
 ) -> Pair:
-    """The programs of two functions, the first of the inputs by name, the second also of what there is later, such as the incoming gradient.
-    What is the same for every piece comes last, by name too.
+    """Return the programs of a forward and a backward function.
 
-    The first result of each, of the given size, goes to a tensor of the caller's. The inputs given are examples in float64: their sizes
-    matter, in which no two dimensions may be alike. keep: whether the forward pass may keep results for the other; direct: whether the
-    caller's tensors have the dtype of the arithmetic; inverses: two inputs whose product is 1.
+    Both are called with keyword arguments only. The forward function takes `inputs` and `once`; the backward function
+    also takes `later`, such as the incoming gradient. The first result of each has the given size and is written to a
+    tensor of the caller.
+
+    Args:
+        forward: returns the result and whatever else is wanted.
+        backward: returns the gradients; the first may be None.
+        inputs: example tensors by name, in float64, None for those that are absent. Only their sizes matter, and no two
+            dimensions may have the same size.
+        later: example tensors that only the backward pass gets.
+        size: of the first results.
+        keep: whether the forward pass may keep results for the backward pass.
+        direct: whether the caller's tensors have the dtype of the arithmetic.
+        once: example tensors that are the same for every chunk.
+        inverses: the names of two inputs whose product is 1.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -110,7 +126,7 @@ def record(
 
 
 def _needed(results: Iterable[Any], given: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything that leads from what is given to the results, both included."""
+    """Return every node on a way from the given nodes to the results, both included."""
     needed: set[fx.Node] = set()
     waiting = [result for result in results if isinstance(result, fx.Node)]
     stop = set(given)
@@ -123,7 +139,7 @@ def _needed(results: Iterable[Any], given: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _kept(graph: fx.Graph, ahead: Iterable[Any], behind: Iterable[Any]) -> list[fx.Node]:
-    """The results of slow functions in the forward pass that the backward pass would compute again."""
+    """Return the results of slow functions in the forward pass that the backward pass would compute again."""
     computed = _needed(ahead, [])
     slow = [node for node in graph.nodes if node in computed and node.target in _SLOW and node.meta["full"]]
     again = _needed(behind, slow)
@@ -138,7 +154,10 @@ def _cut(
     results: Sequence[Any],
     direct: bool,
 ) -> Callable[..., Pass]:
-    """The part of a graph that computes `outs`, into tensors that come first among the parameters, and `results`."""
+    """Return the program for a part of a graph: what computes `outs` and `results`.
+
+    `outs` are written to tensors that come first among the parameters.
+    """
     ready = _ready(graph, once, _needed([*outs, *results], [*given, *once]))
     needed = _needed([*outs, *results], [*given, *once, *ready])
     part = fx.Graph()
@@ -150,7 +169,7 @@ def _cut(
     wanted = {copies[result] for result in (*outs, *results) if isinstance(result, fx.Node)}
     for number, (node, place) in enumerate(zip(outs, places, strict=True)):
         _write_to(part, copies[node], place, direct or number > 0, wanted)
-    # a result that comes twice, or to every piece, comes as a tensor of its own, which the caller may change
+    # A result that is returned twice, or for every chunk, is returned as a copy: the caller may change it.
     distinct: list[Any] = []
     for result in results:
         copy = copies[result] if isinstance(result, fx.Node) else result
@@ -171,13 +190,13 @@ def _cut(
 
     def program(*same: Tensor) -> Pass:
         made_ready = prepare(*same)
-        return lambda *piece: run(*piece, *same, *made_ready)
+        return lambda *chunk: run(*chunk, *same, *made_ready)
 
     return program
 
 
 def _ready(graph: fx.Graph, once: Sequence[fx.Node], needed: set[fx.Node]) -> list[fx.Node]:
-    """What can be computed before the first piece, and is not just on the way to something else that can."""
+    """Return the nodes to compute before the first chunk: what depends on `once` alone and is read for each chunk."""
     known = set(once)
     for node in graph.nodes:
         if node in needed and node.op.startswith("call") and node.all_input_nodes and {*node.all_input_nodes} <= known:
@@ -190,7 +209,10 @@ def _ready(graph: fx.Graph, once: Sequence[fx.Node], needed: set[fx.Node]) -> li
 
 
 def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, wanted: set[fx.Node]) -> None:
-    """Lets a result be written to a place, directly where that can be, and before it what it alone is made of."""
+    """Make a node write its result to a place, directly where possible, otherwise by a copy.
+
+    What the node is computed from is written there first, if nothing else reads it.
+    """
 
     def can_be(node: Any) -> bool:
         computed = isinstance(node, fx.Node) and node.op != "placeholder" and node.target in _VARIANTS
@@ -213,7 +235,10 @@ def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, want
 
 
 def _write_over(graph: fx.Graph) -> None:
-    """Lets operations write over an argument that is not read again. No operation recorded gives a view of its argument, or the argument itself."""
+    """Make operations overwrite an argument that is not read again.
+
+    That is safe because no recorded operation returns its argument, or a view of it.
+    """
     last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
     for node in graph.nodes:
         if (

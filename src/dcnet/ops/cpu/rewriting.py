@@ -1,4 +1,4 @@
-"""Rewrites a recorded graph of elementwise operations and sums into one with fewer and smaller of them."""
+"""Rewrite a recorded graph of elementwise operations and sums, so that it has fewer and smaller operations."""
 
 import operator
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from dcnet.ops.cpu.tanh_interpolation import Points, tanh_of_product
 
-# (operation, which argument) -> the number that makes it the identity in its other argument
+# (operation, which argument) -> the number with which the operation returns its other argument
 _NEUTRAL = {
     (operator.mul, 0): 1.0,
     (operator.mul, 1): 1.0,
@@ -21,14 +21,16 @@ _NEUTRAL = {
 
 
 def note_sizes(graph: fx.Graph, size: torch.Size, examples: Iterable[Tensor]) -> None:
-    """Notes the sizes of all results, which are as large as the output, and which have the dtype of the inputs, float64.
+    """Store three facts in the `meta` of each node.
 
-    A formula may multiply by `c > 0`, or by `(c > 0) * 1.0`, which has the default dtype: results of other dtypes are no place to write to.
+    "size" is the size of its result, "full" says whether that is the size of the output, and "arithmetic" says whether
+    the result has the dtype of the inputs, float64. A formula may multiply by `c > 0`, or by `(c > 0) * 1.0`, which has
+    the default dtype: a result of another dtype cannot be overwritten.
     """
     results: dict[fx.Node, Any] = {}
     given = iter(examples)
     for node in graph.nodes:
-        if node.op == "output":  # comes last
+        if node.op == "output":  # the last node
             return
         arguments, named = fx.map_arg((node.args, node.kwargs), results.__getitem__)
         if node.op == "placeholder":
@@ -46,7 +48,7 @@ def note_sizes(graph: fx.Graph, size: torch.Size, examples: Iterable[Tensor]) ->
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Drops what changes nothing, what has been computed before, and what leads to no result."""
+    """Remove operations that change nothing, that repeat an earlier one, or that no result needs."""
     seen: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node.target is operator.pos:
@@ -64,7 +66,11 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> None:
-    """Multiplies the results by their small factors last, and sums before the factors that they have in common."""
+    """Multiply results by their small factors last, and move common factors out of sums.
+
+    A small factor has one number for each position, or for each kernel. A product with a full tensor is a pass over
+    memory; a product of small factors costs almost nothing.
+    """
     split: dict[fx.Node, tuple[fx.Node | None, tuple[Any, ...]]] = {}
 
     def product(value: fx.Node, factors: Iterable[Any]) -> fx.Node:
@@ -75,7 +81,7 @@ def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> Non
         return value
 
     def gathered(factors: Iterable[Any]) -> list[Any]:
-        """Fewer factors with the same product: those of one size are multiplied, and the numbers go with one of them."""
+        """Return fewer factors with the same product: factors of one size are multiplied; numbers join one of them."""
         alike: dict[torch.Size, list[fx.Node]] = {}
         constant = 1.0
         left = list(factors)
@@ -93,7 +99,7 @@ def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> Non
         return small
 
     def core(x: Any) -> tuple[fx.Node | None, tuple[Any, ...]]:
-        """x as the product of a full result (None if it has none) and small factors."""
+        """Return x as a product: a full result (None if there is none) and small factors."""
         if not isinstance(x, fx.Node) or not x.meta["full"]:
             return None, (x,)
         if x in split:
@@ -138,14 +144,17 @@ def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> Non
 
 
 def _is_constant(factor: Any, dims: Iterable[int]) -> bool:
-    """Whether a factor is a number, or the same along these dimensions, which are counted from the last."""
+    """Tell whether a factor is a number, or constant along these dimensions, which are counted from the last."""
     return not isinstance(factor, fx.Node) or all(
         -dim > len(factor.meta["size"]) or factor.meta["size"][dim] == 1 for dim in dims
     )
 
 
 def tanh_of_products(graph: fx.Graph) -> None:
-    """Finds tanh of a factor of each position, (rows, groups, 1, …), times one of each kernel, (groups, kernels, …)."""
+    """Replace tanh of a product of two small factors by `tanh_of_product`.
+
+    One factor has a number for each position, (rows, groups, 1, …), the other for each kernel, (groups, kernels, …).
+    """
     for node in graph.nodes:
         if node.target is not torch.tanh or not node.meta["full"] or node.args[0].target is not operator.mul:
             continue

@@ -1,15 +1,18 @@
-"""tanh(n·q) for the norm n of every patch and a number q of every kernel, without a tanh for every pair.
+"""Compute tanh(n·q) for the norm n of every patch and a number q of every kernel, without a tanh for every pair.
 
-Whatever n is, tanh(n·q) is smooth in log q: its poles are ±π/2 off the real axis. So over the range of q that the kernels of a layer
-have, a polynomial through few points gives it to the last digit of float32,
+For each n, tanh(n·q) is a smooth function of log q: its poles are π/2 away from the real axis. So over the range of q
+that the kernels of a layer have, a polynomial through few points gives it to the last digit of float32,
 
     tanh(n·q_k) = Σ_j C_kj·tanh(n·p_j),        p_j: Chebyshev points,   C_kj: the j-th Lagrange polynomial at q_k,
 
-and a small matrix product takes the place of most of the tanh. With s = log(max q/min q) the error falls as B^−points,
-B = π/s + sqrt((π/s)² + 1): 5 points will do where radii differ by a tenth, 13 for a ratio of 4, 21 for 20.
+and a small matrix product replaces most of the tanh. With s = log(max q/min q) the error falls as B^−points,
+B = π/s + sqrt((π/s)² + 1): 5 points are enough where radii differ by a tenth, 13 for a ratio of 4, 21 for 20.
 
-Since Σ_j C_kj = 1 the first tanh can be taken out of the sum, and is: what is left of the others is small where tanh is near 1, whose
-last digits the slope 1 − tanh² needs.
+Since Σ_j C_kj = 1, the first tanh can be taken out of the sum,
+
+    tanh(n·q_k) = tanh(n·p_0) + Σ_j C_kj·(tanh(n·p_j) − tanh(n·p_0)).
+
+The differences are small where tanh is near 1, so its last digits are kept, which the slope 1 − tanh² needs.
 """
 
 import math
@@ -25,8 +28,8 @@ Numbers = NDArray[np.float64]
 _ERROR = 2.0**-25  # of the polynomial, relative; rounding adds its own
 _CONSTANT = 4.0  # the error is below 4·B^−points for ratios up to 20; tests/test_tanh_interpolation.py measures it
 _GREATEST_RATIO = 20.0
-_FEWEST = 2**16  # results; below that choosing points takes as long as tanh
-_FEW = 4  # points; for more a matrix product is quicker than a pass for each
+_FEWEST = 2**16  # results; for fewer, choosing points takes as long as tanh
+_FEW = 4  # points; with more, a matrix product is faster than one pass for each
 
 
 class Points:
@@ -37,11 +40,13 @@ class Points:
 
     @cached_property
     def chosen(self) -> tuple[Tensor, Tensor] | None:
-        """p (groups, points[, 1]) and C (groups, kernels, points − 1), or None where tanh itself is as quick, or points cannot be had."""
+        """The points p (groups, points[, 1]) and the matrix C (groups, kernels, points − 1).
+
+        None where tanh itself is as fast, or where no points can be chosen.
+        """
         q = self.q
-        if (
-            q.device.type != "cpu" or q.dtype != torch.float32 or type(q) is not Tensor
-        ):  # no numbers to look at, or too many digits
+        # another device or a subclass has no numbers at hand, another dtype has other digits
+        if q.device.type != "cpu" or q.dtype != torch.float32 or type(q) is not Tensor:
             return None
         u = q.detach().reshape(q.shape[:2]).double().log().numpy()
         if not np.isfinite(u).all():
@@ -55,7 +60,7 @@ class Points:
         if 2 * count > q.shape[1]:
             return None
         z, weights = _chebyshev(count)
-        # Lagrange's polynomials in their barycentric form; a kernel at a point has that point's share alone
+        # Lagrange's polynomials in their barycentric form; a kernel that lies at a point takes all from that point
         apart = ((u - middle) / np.maximum(half, 1e-30))[..., None] - z
         shares = weights / np.where(apart == 0.0, 1e-300, apart)
         shares /= shares.sum(-1, keepdims=True)
@@ -64,20 +69,20 @@ class Points:
 
     @cached_property
     def one_by_one(self) -> list[Tensor]:
-        """C for one point after another, each in the shape of q."""
+        """The columns of C, one for each point but the first, each in the shape of q."""
         assert self.chosen is not None
         return [share.reshape(self.q.shape) for share in self.chosen[1].unbind(-1)]
 
 
 @lru_cache
 def _chebyshev(count: int) -> tuple[Numbers, Numbers]:
-    """The points between −1 and 1, ascending, and their weights."""
+    """Return the Chebyshev points between −1 and 1, in ascending order, and their barycentric weights."""
     angles = (np.arange(count) + 0.5) * (math.pi / count)
     return -np.cos(angles), np.sin(angles) * (-1.0) ** np.arange(count)
 
 
 def tanh_of_product(n: Tensor, points: Points, out: Tensor | None = None) -> Tensor:
-    """tanh(n·q) for n (rows, groups, 1[, positions]) and the q of `points`; not for autograd."""
+    """Return tanh(n·q) for n (rows, groups, 1[, positions]) and the q of `points`; autograd cannot follow it."""
     q = points.q
     chosen = points.chosen if n.numel() * q.shape[1] >= _FEWEST else None
     if chosen is None:
@@ -96,13 +101,13 @@ def tanh_of_product(n: Tensor, points: Points, out: Tensor | None = None) -> Ten
             out.addcmul_(beyond.narrow(2, j, 1), share)
     else:
         with torch.autocast("cpu", enabled=False):
-            if n.dim() == 4:  # positions come behind the kernels
+            if n.dim() == 4:  # positions come after the kernels
                 torch.bmm(shares.expand(len(n), -1, -1, -1).flatten(0, 1), beyond.flatten(0, 1), out=out.flatten(0, 1))
             else:
                 torch.bmm(beyond.transpose(0, 1), shares.transpose(1, 2), out=out.transpose(0, 1))
-    return out.add_(first)  # last: what is small is added up before
+    return out.add_(first)  # last, after the small terms: this order rounds least
 
 
 def _exact_products() -> bool:
-    """Whether matrix products are computed with all digits of float32, as they are unless told otherwise."""
+    """Tell whether matrix products have all digits of float32, as they do unless PyTorch is told otherwise."""
     return torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Decoupling with Triton kernels of our own around PyTorch's convolution. Imported only where it is used."""
+"""Decoupling by Triton kernels before and after PyTorch's convolution. Imported only where it is used."""
 
 from dcnet.ops.fused.api import decouple
 

@@ -1,4 +1,4 @@
-"""`impl="fused"`: the decoupled convolution, with what follows it or not, out of the fused operator."""
+"""`impl="fused"`: prepare the operands of the fused operator, which may include BatchNorm, residual and activation."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,10 @@ from dcnet.ops.post_ops import NOTHING, PostOps
 
 
 def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Return h(‖w‖, ‖x‖)·g(θ) with what follows it, (N, out_channels, …), and its energy if wanted and there is one."""
+    """Return h(‖w‖, ‖x‖)·g(θ) after its post-ops, (N, out_channels, …), and its energy.
+
+    The energy is None where it is not wanted, or where it would not pay.
+    """
     post_ops = inputs.post_ops
     if inputs.operator.is_inner_product:
         y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
@@ -38,7 +41,10 @@ def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
 
 
 def _needs_the_sum(post_ops: PostOps) -> bool:
-    """Tell whether backward would need the sum with the residual, which only a ReLU's output tells enough about."""
+    """Tell whether backward would need the sum with the residual.
+
+    That sum is not stored. From the output of a ReLU, or without an activation, backward can tell enough about it.
+    """
     return post_ops.residual is not None and post_ops.activation not in (None, "relu")
 
 
@@ -55,7 +61,7 @@ _EAGER = Composite()
 
 
 def _decouple(inputs: Inputs, post_ops: PostOps, follows: int) -> tuple[Tensor, Tensor | None]:
-    """Bring the operands into shape and compute; the running averages move."""
+    """Bring the operands into the form that the operator takes, and call it; running averages are updated."""
     operator, geometry = inputs.operator, inputs.geometry
     x, dtype = inputs.x, _convolution_dtype(inputs.x)
     if x.dtype != dtype:
@@ -76,9 +82,9 @@ def _decouple(inputs: Inputs, post_ops: PostOps, follows: int) -> tuple[Tensor, 
         mean_kind, given = GIVEN, inputs.mean_norm.float().contiguous()
     learned = torch.stack([inputs.learned[name].float() for name in operator.learned]) if operator.learned else None
 
-    energy = inputs.energy if x is inputs.x and geometry.groups == 1 else None  # of this very tensor, and no other
+    energy = inputs.energy if x is inputs.x and geometry.groups == 1 else None  # valid for this very tensor only
     if energy is not None and energy.requires_grad != x.requires_grad:
-        energy = None  # gradients reach x by another way, as in a checkpoint's first forward pass
+        energy = None  # gradients reach x in another way, as in a checkpoint's first forward pass
     leaves = inputs.leave_energy and follows != ALONE and energy_maps(weight.shape[0], geometry.groups) > 0
     residual = post_ops.residual
     if residual is not None and residual.dtype != x.dtype:

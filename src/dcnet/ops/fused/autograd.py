@@ -1,6 +1,6 @@
-"""The decoupled convolution for autograd: an ordinary function in eager mode, the operators of `library.py` in graphs.
+"""The decoupled convolution for autograd: an autograd function in eager mode, the operators of `library.py` in graphs.
 
-Going through `torch.library` costs a third of a millisecond a call in eager mode, more than many of our kernels.
+In eager mode a call through `torch.library` costs a third of a millisecond, more than many of our kernels.
 """
 
 from functools import lru_cache
@@ -51,12 +51,12 @@ class _Decoupled(torch.autograd.Function):
         return None, None, *operand_gradients(gradients, e, plan.of_vectors, t, plan.options, wanted, plan.maps)
 
 
-# `dispatch.py` lets no function transform through to here
+# safe because `dispatch.py` sends function transforms elsewhere
 _apply = unprepared_apply(_Decoupled)
 
 
 def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and its energy if that is to be left."""
+    """Return the output, and its energy if the options ask for it."""
     x = operands.x
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     if torch.compiler.is_compiling():
@@ -97,5 +97,5 @@ class _UnitKernel(torch.autograd.Function):
 
 
 def unit_kernel(weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return w/‖w‖ in the dtype asked for, with one launch each way, for operators that need nothing else."""
+    """Return w/‖w‖ in the given dtype, for operators that need nothing else; one launch forward, one backward."""
     return _UnitKernel.apply(dense(weight), eps, dtype)

@@ -1,4 +1,4 @@
-"""The catalogue's formulas inside Triton kernels: the same code objects, with `m` bound to its Triton twin."""
+"""Compile the formulas of the catalogue for Triton: the same code objects, with `m` bound to its Triton twin."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,9 +15,9 @@ from dcnet.util.compat import without_annotations
 
 @cache
 def jit(plain: Callable[..., Any], half: bool) -> Any:
-    """Return a formula's function for Triton; `half` where its results are rounded to 16 bits."""
+    """Return a formula's function for Triton; half: whether its results are rounded to 16 bits."""
     assert isinstance(plain, FunctionType)
-    # tl is for the interpreter, which wants to see it in every function
+    # Triton's interpreter needs tl in every function
     names = {**plain.__globals__, "m": triton_math16 if half else triton_math, "tl": tl}
     bound = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__)
     bound.__module__ = plain.__module__
@@ -27,8 +27,11 @@ def jit(plain: Callable[..., Any], half: bool) -> Any:
 def arguments(
     letter: str, choice: Choice, half: bool, overrides: dict[str, float], first_learned: int
 ) -> dict[str, Any]:
-    """Return what a kernel gets for a formula: the function, its parameters' values, and which row of the learned ones
-    each takes (−1: none)."""
+    """Return the arguments of a kernel for a formula, by name.
+
+    They are the function, the values of its parameters, and for each parameter its row among the learned ones (−1 for
+    a parameter that is not learned).
+    """
     values, names = dict(choice.values) | overrides, list(choice.formula.parameters)
     rows = [first_learned + choice.learned.index(name) if name in choice.learned else -1 for name in names]
     fixed = tuple(values.get(name, 0.0) for name in names)

@@ -1,12 +1,13 @@
-"""Launching a kernel again without asking Triton again, on memory allocated once.
+"""Launch a kernel again without asking Triton which compiled variant to run.
 
-Triton works out from every argument which compiled variant to run, which takes longer than most of our kernels do. The
-variant depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all but the memory
-and a few floats, which do not matter for the variant; from the second launch on it runs the variant directly. It is for
-tensors of the same dtypes on the same device every time: plans, which keep the launchers, are kept by dtypes and devices.
+Triton finds the variant by looking at every argument, which takes longer than most of our kernels do. The variant
+depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all arguments but the
+memory and a few floats, which do not change the variant; from the second launch on it runs the variant directly. Its
+tensors must have the same dtypes, on the same device, at every launch. Plans keep the launchers, and there is a plan
+for each combination of dtypes and device.
 
 An allocation costs as much as a launch. So the many small float32 buffers of a call are regions of few tensors, and a
-pointer of a kernel is a `Place`: a tensor of the call, and an offset in it.
+pointer argument of a kernel is a `Place`: a tensor of the call, and an offset in it.
 """
 
 from collections.abc import Mapping
@@ -20,20 +21,20 @@ from dcnet.util.compat import direct_launch, raw_stream
 
 
 class Place(NamedTuple):
-    """Where a pointer of a kernel is: which tensor of the call, and how many float32 elements from its start."""
+    """Where a pointer argument points: to which tensor of the call, and how many float32 elements from its start."""
 
     slot: int
     offset: int = 0
 
 
 class Changing(NamedTuple):
-    """An argument that is a float given at every launch: which one of them."""
+    """An argument that is a float given at every launch; number: its position among them."""
 
     number: int
 
 
 class Memory:
-    """The tensors of one call by slot, their addresses, and the stream their kernels run on: that of the first one."""
+    """The tensors of one call by slot, their addresses, and the stream of the first tensor, on which kernels run."""
 
     __slots__ = ("addresses", "aligned", "stream", "tensors")
 
@@ -46,7 +47,7 @@ class Memory:
         self.stream = raw_stream(first)
 
     def put(self, slot: int, tensor: Tensor) -> None:
-        """Fill a slot that was empty, or put another tensor there."""
+        """Put a tensor into a slot, in place of what was there."""
         self.tensors[slot] = tensor
         address = self.addresses[slot] = tensor.data_ptr()
         if address % 16:
@@ -54,7 +55,10 @@ class Memory:
 
 
 class Launcher:
-    """A kernel with its grid and its arguments, by the kernel's own names: places, floats that change, values, None."""
+    """A kernel with its grid and its arguments, given by the kernel's own parameter names.
+
+    An argument is a `Place` (a pointer), a `Changing` (a float given at each launch), a value, or None.
+    """
 
     __slots__ = ("before", "changing", "grid", "kernel", "places", "values", "variant", "warps")
 
@@ -71,7 +75,7 @@ class Launcher:
         self.changing = [(i, v.number) for i, v in enumerate(values) if isinstance(v, Changing)]
         self.values = values
         self.variant: Any = None
-        self.before: tuple[Any, ...] = ()  # what the variant takes before the arguments
+        self.before: tuple[Any, ...] = ()  # what the variant takes in front of the arguments
 
     def __call__(self, memory: Memory, *floats: float) -> None:
         """Run the kernel on the memory's stream."""

@@ -1,4 +1,4 @@
-"""Memory orders of maps, their division into tiles, and what lies where in a buffer."""
+"""Memory orders of maps, their division into tiles, and the regions of a buffer."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 class Regions:
-    """Named regions of a float32 buffer, one after the other; each starts where a pointer may, unless they are packed."""
+    """Named regions of a float32 buffer, one after the other.
+
+    Each starts at an address that is aligned for kernels; packed: without gaps between them instead.
+    """
 
     def __init__(self, *, start: int = 0, packed: bool = False, **sizes: int) -> None:
         step = 1 if packed else _ALIGNED
@@ -38,14 +41,17 @@ class Regions:
 
 
 def energy_maps(kernels: int, groups: int) -> int:
-    """Return in how many maps an output's energy comes, one for each block of kernels; 0 where that would not pay."""
+    """Return the number of maps that hold an output's energy, one for each block of kernels; 0 if it would not pay."""
     if groups > 1 or (kernels % MOST_KERNELS and kernels not in (8, 16)):
         return 0
     return cdiv(kernels, MOST_KERNELS)
 
 
 class View:
-    """A map (N, groups·kernels, …) as (batch, groups, kernels, positions); one batch of all positions where that can be."""
+    """A map (N, groups·kernels, …) seen as (batch, groups, kernels, positions).
+
+    Where the memory order allows it, all positions of all images form a batch of one.
+    """
 
     def __init__(self, shape: Sizes, stride: Sizes, groups: int) -> None:
         batch, channels = shape[:2]
@@ -65,10 +71,8 @@ class View:
         )  # of batch, channel, position
 
     def blocks(self, size: int) -> tuple[int, int]:
-        """Return how a tile of that many elements is made up, positions × kernels."""
-        if (
-            self.channels_last
-        ):  # the widest block that wastes little, no wider than the others' (fewer variants to compile)
+        """Return the sizes of a tile of that many elements, positions × kernels."""
+        if self.channels_last:  # the widest block that wastes little; few widths mean few variants to compile
             wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (MOST_KERNELS, 16, 8, 4, 2, 1)}
             bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
         else:
@@ -77,7 +81,7 @@ class View:
         return bp, bk
 
     def channel_blocks(self) -> tuple[int, int]:
-        """Return the sizes of a tile for kernels that go over x, positions × channels."""
+        """Return the sizes of a tile for the kernels that read x, positions × channels."""
         bc = min(triton.next_power_of_2(self.kernels), 128 if self.channels_last else 16)
         return max(1, min(4096 // bc, triton.next_power_of_2(self.positions))), bc
 
@@ -93,19 +97,19 @@ def dense(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
-    """Return x in the memory order of the other."""
+    """Return x in the memory order of the other tensor, copied only if it has another."""
     if x.stride() == other.stride():
         return x
     return torch.empty_like(other, dtype=x.dtype).copy_(x)
 
 
 def elsewhere(x: Tensor) -> bool:
-    """Tell whether x is not on the current device, where kernels run."""
+    """Tell whether x is on a CUDA device other than the current one, where kernels run."""
     return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of x the current one."""
+    """Return a context in which the device of x is the current one."""
     return torch.cuda.device(x.device) if elsewhere(x) else _HERE
 
 

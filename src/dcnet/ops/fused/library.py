@@ -1,7 +1,8 @@
 """The decoupled convolution in compiled graphs: `torch.library` operators.
 
-`decoupled` is what a graph is built with. Tracing its gradient shows two operators that have none, which are quicker to
-call and may write to their inputs: the kernels move the running averages on the way, as they do in eager mode.
+A graph is first built with `decoupled`. When its gradient is traced, two operators without gradients take its place,
+`decoupled_forward` and `decoupled_backward`. They are faster to call and may write to their inputs: the kernels update
+the running averages, as they do in eager mode.
 """
 
 from typing import Any
@@ -49,7 +50,7 @@ _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 
 
 def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and its energy if that is to be left, while a graph is traced."""
+    """Return the output, and its energy if the options ask for it, while a graph is traced."""
     options = as_arguments(o)
     if not differentiable and effects == NO_EFFECTS:
         out, left = torch.ops.dcnet.decoupled_inference(*t, *options)
@@ -110,7 +111,7 @@ def _backward(
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
         gradients = backward(plan_of(t, o, kept.dot), e, of_left, t, kept, out, want_x, want_weight, add=False)
-    single = {"products", "mean"}  # float32, whatever the gradient is
+    single = {"products", "mean"}  # float32, whatever the dtype of the gradient
     found = zip(Gradients._fields, gradients, strict=True)
     return tuple(
         [
@@ -144,7 +145,7 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
     t, kept, o = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:]), as_options(*ctx.options)
     e, out = arrived(e, of_left, out, kept.dot, o)
     if of_left is not None:
-        of_left = of_left[:1]  # a view of the one map there is, where backward has expanded it
+        of_left = of_left[:1]  # backward has expanded one map; this is a view of it
     wanted = ctx.needs_input_grad[:TENSORS]
     gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, of_left, out, *wanted[:2], *saved, *ctx.options))
     if out is None:
@@ -186,8 +187,9 @@ def _with_gradient(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _register(name: str, arguments: str, results: int, implementation: Any, fake: Any) -> None:
-    # Defined directly rather than by `torch.library.custom_op`, whose checks of every call cost more than the launches.
-    # PyTorch's caches on disk know an operator by its name: between releases, one whose results change needs a new name.
+    # Defined directly, not by `torch.library.custom_op`, whose checks of every call cost more than the launches.
+    # PyTorch's caches on disk know an operator by its name: an operator whose results change needs a new name in the
+    # next release.
     signature = f"{name}({arguments}, str options, float eps, float norm_eps) -> ({', '.join(['Tensor'] * results)})"
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -207,7 +209,7 @@ _register(
 _LIBRARY.impl("decoupled", _with_gradient, "Autograd")
 
 
-# -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer ----------------------------
+# -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer --------------------------
 
 
 @register_flop_formula(

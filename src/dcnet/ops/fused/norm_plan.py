@@ -1,4 +1,4 @@
-"""How the kernels around the convolution go over an input: kernels normalized, patch norms, and their gradients."""
+"""Launchers of the kernels before and after the convolution: normalized kernels, patch norms, and their gradients."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Places = Mapping[str, Place | None]
 def kernel_launchers(
     kernels: int, size: int, forward: Places, backward: Places, eps: float
 ) -> tuple[Launcher, Launcher]:
-    """Return the launches that normalize kernels of that many elements, and that give the gradient of it."""
+    """Return the launchers that normalize kernels of `size` elements, and that compute the gradient of that."""
     fixed = {"D": size, "BLOCK": min(1024, triton.next_power_of_2(size))}
     return (
         Launcher(norms.normalize, (kernels,), {**forward, **fixed, "eps": eps}),
@@ -28,7 +28,7 @@ def kernel_launchers(
 
 
 class NormPlan:
-    """The launches of patch norms over inputs of one shape and order."""
+    """Makes the launchers of patch norms for inputs of one shape and memory order."""
 
     def __init__(self, shape: Sizes, strides: Sizes, kernel: Sizes, o: Options) -> None:
         self.groups, self.shape = o.groups, shape
@@ -55,28 +55,28 @@ class NormPlan:
         return {**sizes, **dict(zip(("x_b", "x_c", "x_p"), view.strides, strict=True)), "BP": bp, "BC": bc}
 
     def energies(self, places: Places) -> Launcher:
-        """Return the launch for ½·Σ x² over channels."""
+        """Return the launcher for ½·Σ x² over channels."""
         over = self._over_channels()
         return Launcher(norms.energies, (self.view.batch * self.groups * over["blocks"],), {**places, **over})
 
     def product(self, places: Places) -> Launcher:
-        """Return the launch that adds x times what `box_gradient` gives to the gradient in x, in place."""
+        """Return the launcher that adds x times the result of `box_gradient` to the gradient of x, in place."""
         over = self._over_channels()
         grid = (self.view.batch * self.groups * over["blocks"], cdiv(self.view.kernels, over["BC"]))
         return Launcher(norms.add_product, grid, {**places, **over})
 
     def box(self, places: Places, eps: float, maps: int) -> Launcher:
-        """Return the launch for patch norms of ½·Σ x², which comes as that many maps to be added up."""
+        """Return the launcher for the patch norms of ½·Σ x², which is the sum of `maps` maps."""
         sizes = {"eps": eps, "maps": maps, "rows": self.rows, "total": self.count}
         fixed = {"LONG": self.count > _SHORT, "BLOCK": _BLOCK}
         grid = (self.programs, self.groups)
         return Launcher(norms.box, grid, {**places, **self.window, **sizes, **fixed}, _BOX_WARPS)
 
     def box_gradient(self, places: Places, maps: int, means: int, share: float) -> Launcher:
-        """Return the launch for what multiplied by x is the gradient in x, (N, groups, …), of ‖x‖ and of ‖x‖'s gradient.
+        """Return the launcher for t (N, groups, …), where x·t is the gradient of x.
 
-        That comes as maps, to be added up, and as `means` numbers a group, to be added up too: the gradient of something
-        of which every norm has that share.
+        It reads the norms ‖x‖ and their gradient. The gradient is the sum of `maps` maps, plus a `share` of the
+        gradient of E{‖x‖}, which is the same for every norm of a group, and is the sum of `means` numbers.
         """
         total = self.shape[0] * math.prod(self.shape[2:])
         sizes = {"share": share, "total": total, "rows": math.prod(self.output)}

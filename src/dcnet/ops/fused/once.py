@@ -1,4 +1,4 @@
-"""Gradients by kernels have no derivative: asking for one is an error, and never a number with a part missing."""
+"""Gradients computed by kernels have no derivative: asking for one raises, and never returns an incomplete number."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -18,10 +18,10 @@ class _Once(torch.autograd.Function):
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Wrap the backward of an autograd function so that its results have a derivative that raises.
+    """Return the backward of an autograd function, wrapped so that to differentiate its results raises.
 
-    PyTorch's `once_differentiable` ties them to the incoming gradients alone, which need not require one; here they are tied to what was
-    saved as well.
+    PyTorch's `once_differentiable` connects the results to the incoming gradients only, and these may not require a
+    gradient. Here the results are connected to the saved tensors too.
     """
 
     def recorded(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:

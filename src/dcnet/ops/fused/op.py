@@ -1,9 +1,12 @@
-"""A decoupled convolution with what follows it, and its gradients, as launches.
+"""Run a decoupled convolution with its post-ops, and its gradients, as launches of kernels.
 
-Forward: kernels normalized, patch norms, PyTorch's convolution, epilogue. With BatchNorm the epilogue reads the dot
-product twice (statistics; normalized output) and writes once; the decoupled map itself is never stored.
-Backward: reads dot product and incoming gradient twice and writes the dot product's gradient. The norms' gradient is added
-to the convolution's in one pass, or left to the layer that handed the input's energy on.
+Forward normalizes the kernels, computes patch norms, calls PyTorch's convolution, and runs the epilogue. With BatchNorm
+the epilogue reads the dot product twice (for the statistics, and for the normalized output) and writes once; the
+decoupled map itself is never stored.
+
+Backward reads the dot product and the incoming gradient twice, and writes the gradient of the dot product. It adds the
+gradient of the norms to that of the convolution in one pass, or leaves that to the layer that passed on the energy of
+the input.
 """
 
 import torch
@@ -22,7 +25,11 @@ _OF_MEAN, _OF_W_NORM, _GRAD_X, _GRAD_UNIT = map(BACKWARD.index, ("of_mean", "of_
 
 
 def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tuple[Tensor, Tensor | None, Kept]:
-    """Return act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone; its energy if it is to be left; what backward needs."""
+    """Return the output, its energy if the options ask for it, and what backward needs.
+
+    The output is act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone. keep: whether backward will run; otherwise
+    the output may overwrite the dot product.
+    """
     o, x, regions = plan.options, t.x, plan.vectors
     device, single = x.device, torch.float32
     tracked, momentum, batches = effects
@@ -31,7 +38,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     if o.mean_kind == OF_BATCH and tracked is not None and tracked.running_norm is not None and not recomputing():
         running_norm, mean_batches = tracked.running_norm, tracked.num_batches_tracked
         track, mean_momentum = (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
-    if momentum is not None and batches is None:  # nobody counts
+    if momentum is not None and batches is None:  # the caller does not count
         batches = torch.zeros((), dtype=torch.int64, device=device)
 
     vectors = torch.empty(regions.size, dtype=single, device=device)
@@ -62,12 +69,15 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
         if mean_batches is not None and o.groups > 1:
             mean_batches.add_(regions.view(vectors, "mean")[: o.groups].isfinite().all())
     elif o.mean_kind == OF_BATCH:
-        regions.view(vectors, "mean").fill_(torch.nan)  # as the mean of nothing is
+        regions.view(vectors, "mean").fill_(torch.nan)  # the mean of no numbers
     return out, left, Kept(dot, norms, unit, vectors)
 
 
 def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMean | None) -> None:
-    """Write E{‖x‖} over the batches of all ranks to `total`, then the number of norms; move the running average."""
+    """Write E{‖x‖} over the batches of all ranks to `total`, and the number of norms behind it.
+
+    Update the running average.
+    """
     total[:-1] = norms.sum([0, *range(2, norms.dim())])
     total[-1] = count
     if distributed():
@@ -78,8 +88,8 @@ def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMea
 
 
 def _rho_and_learned(plan: Plan, t: Operands) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return ρ and the learned parameters by name, for what is computed outside the kernels."""
-    assert plan.options.radius_kind == 1  # then ρ comes as it is
+    """Return ρ, and the learned parameters by name, for computations outside the kernels."""
+    assert plan.options.radius_kind == 1  # `radius` is ρ itself
     return t.radius, {} if t.learned is None else dict(zip(plan.operator.learned, t.learned, strict=True))
 
 
@@ -94,11 +104,20 @@ def backward(
     want_weight: bool,
     add: bool,
 ) -> Gradients:
-    """Return the gradients of `forward`, by those of its output and of the energy it left.
+    """Return the gradients of `forward`, given those of its output and of the output's energy.
 
-    t: at least what is `READ_BY_BACKWARD`. out: where a residual was added and the gradient depends on the sum (`arrived`).
-    add: whether to add the norms' gradient to the convolution's. The layer that left the energy does that itself; so does
-    a compiled graph, in a pass with what comes next.
+    Args:
+        plan: of the forward pass.
+        e: the gradient of the output.
+        of_left: the gradient of the output's energy, if it has one.
+        t: the operands; only those in `READ_BY_BACKWARD` have to be there.
+        kept: what forward kept.
+        out: the output, where a residual was added and the gradient depends on the sum (`arrived`).
+        want_x: whether the gradient of x is wanted.
+        want_weight: whether the gradient of the weight is wanted.
+        add: whether to add the gradient of the norms to that of the convolution. Not where the layer before passed on
+            the energy of x, since that layer adds it; nor in a compiled graph, which adds it in a pass with what
+            comes next.
     """
     o, x, weight = plan.options, t.x, t.weight
     dot, norms, unit, vectors = kept
@@ -112,7 +131,7 @@ def backward(
     products = None if add else torch.empty(plan.positions, dtype=single, device=device)
     grad_weight = torch.empty_like(weight) if want_weight else None
     if of_left is not None and of_left.stride()[1:] != norms.stride():
-        of_left = of_left[0].contiguous()  # the maps are added up, so that their gradients are all the same
+        of_left = of_left[0].contiguous()  # the energy is the sum of the maps, so all have the same gradient
     read = (x, weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope)
     results = (grad_d, of_vectors, behind, scratch, products, None, None, None, None, grad_weight)
     memory = Memory((*read, plan.ordered(e), of_left, out, dot, norms, unit, vectors, *results))
@@ -134,7 +153,7 @@ def backward(
         grad_unit = grad_d.t() @ x if want_weight else None
     of_mean = plan.tiles.back_scratch.view(scratch, "mean")
     if want_x:
-        if o.mean_kind == OF_RANKS:  # also where this rank has nothing: the others are waiting
+        if o.mean_kind == OF_RANKS:  # even if this rank has no input: the others wait for it
             memory.put(_OF_MEAN, _over_ranks(plan, of_mean, vectors))
         if plan.norms.count and x.numel():
             grad_x = like(grad_x, x)
@@ -153,7 +172,10 @@ def backward(
 
 
 def _factor_backward(plan: Plan, t: Operands, vectors: Tensor, of_vectors: Tensor) -> Tensor:
-    """Return the gradient in ‖w‖ of the factor, α·h₁(‖w‖); add those in ρ and the learned parameters to theirs."""
+    """Return the gradient of ‖w‖ through the factor α·h₁(‖w‖).
+
+    Add the factor's gradients of ρ and of the learned parameters to those in `of_vectors`.
+    """
     operator, regions = plan.operator, plan.of_vectors
     e = regions.view(of_vectors, "w_norm") * operator.magnitude.value("alpha", 1.0)
     _, of_norm, *slopes = operator.magnitude_one(plan.vectors.view(vectors, "w_norm"), *_rho_and_learned(plan, t))
@@ -167,7 +189,7 @@ def _factor_backward(plan: Plan, t: Operands, vectors: Tensor, of_vectors: Tenso
 
 
 def _over_ranks(plan: Plan, of_mean: Tensor, vectors: Tensor) -> Tensor:
-    """Return what every norm of every rank gets of the gradient of E{‖x‖}: (groups,)."""
+    """Return the share of the gradient of E{‖x‖} that each norm of each rank gets: (groups,)."""
     total = of_mean.view(plan.groups, -1).sum(1)
     if distributed():
         dist.all_reduce(total)

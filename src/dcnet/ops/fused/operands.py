@@ -1,4 +1,4 @@
-"""What goes into the fused operator, what forward leaves for backward, and what comes out of that."""
+"""The inputs of the fused operator, what forward keeps for backward, and the gradients."""
 
 from ast import literal_eval
 from collections.abc import Sequence
@@ -13,32 +13,32 @@ from dcnet.ops.fused.layout import Regions
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.operator import Operator, make_operator
 
-# What multiplies ρ: nothing, a tensor, E{‖x‖} of this batch, or of all ranks' batches
+# What multiplies ρ: nothing, a given tensor, E{‖x‖} of this batch, or of the batches of all ranks
 NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)
-# What follows: no BatchNorm, one with its running averages, one with this batch's statistics
+# What follows: no BatchNorm, BatchNorm with its running averages, BatchNorm with this batch's statistics
 ALONE, AVERAGES, STATISTICS = range(3)
-PRELU, OTHER = 2, 3  # among ACTIVATIONS; from the latter on as functions
+PRELU, OTHER = 2, 3  # indices in ACTIVATIONS; from OTHER on, kernels get a function
 
 
 class Options(NamedTuple):
-    """What is fixed for a layer at its place in a network."""
+    """What stays the same for a layer at its place in a network."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
     eps: float
-    radius_kind: int  # 1: `radius` is ρ; 2: what is learned, ρ = raw² + RADIUS_FLOOR
+    radius_kind: int  # 1: `radius` is ρ; 2: it is the raw parameter, ρ = raw² + RADIUS_FLOOR
     mean_kind: int
     follows: int
     norm_eps: float
     activation: int  # which of ACTIVATIONS
-    leaves: bool  # whether to leave the energy of the output
+    leaves: bool  # whether to return the energy of the output
     operator: Operator
 
 
 def as_arguments(o: Options) -> tuple[str, float, float]:
-    """Return options as they go through a graph: one text instead of many arguments, and what may be symbolic."""
+    """Return options as arguments in a graph: one string instead of many, and floats that may be symbolic."""
     return str((*o[:4], 0.0, *o[5:8], 0.0, *o[9:-1], *o.operator.names)), o.eps, o.norm_eps
 
 
@@ -49,7 +49,10 @@ def _parsed(text: str) -> Options:
 
 
 def as_options(text: str, eps: float, norm_eps: float) -> Options:
-    """Return the options that make these arguments. A graph knows formulas by name: they may be others by now."""
+    """Return the options that `as_arguments` turned into these arguments.
+
+    A graph knows formulas by name; another formula may have been registered by that name since.
+    """
     options = _parsed(text)
     h, g = options.operator.magnitude, options.operator.angular
     if magnitudes().get(h.name) is not h.formula or angulars().get(g.name) is not g.formula:
@@ -59,7 +62,7 @@ def as_options(text: str, eps: float, norm_eps: float) -> Options:
 
 
 def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
-    """Return ⟨w, x⟩/‖w‖."""
+    """Return ⟨w, x⟩/‖w‖, given the normalized kernels."""
     if not options.stride:  # no dimensions: a linear map
         return x @ unit.t()
     zeros = (0,) * len(options.stride)
@@ -68,7 +71,7 @@ def convolution(x: Tensor, unit: Tensor, options: Options) -> Tensor:
 
 
 class Operands(NamedTuple):
-    """The tensors, each in a dense memory order, on one device."""
+    """The input tensors, all on one device, each in a dense memory order."""
 
     x: Tensor
     weight: Tensor
@@ -82,21 +85,21 @@ class Operands(NamedTuple):
     running_var: Tensor | None
     residual: Tensor | None
     slope: Tensor | None
-    energy: Tensor | None  # of x, as the layer before has left it
+    energy: Tensor | None  # of x, as the layer before returned it
 
 
 READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
 
 
 def for_backward(t: Operands) -> Operands:
-    """Return the operands that backward reads, None for the others."""
+    """Return the operands with None in place of those that backward does not read."""
     return Operands(
         t.x, t.weight, t.bias, t.radius, t.mean_norm, t.learned, None, None, None, None, None, t.slope, None
     )
 
 
 class Effects(NamedTuple):
-    """What the kernels move on the way."""
+    """What the kernels update besides their outputs."""
 
     tracked: BatchMean | None = None  # the running average of E{‖x‖}
     momentum: float | None = None  # BatchNorm's averages, with this momentum
@@ -104,39 +107,41 @@ class Effects(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What forward leaves for backward."""
+    """What forward keeps for backward."""
 
     dot: Tensor  # ⟨w, x⟩/‖w‖
     norms: Tensor  # ‖x‖ (N, groups, …)
     unit: Tensor  # w/‖w‖
-    vectors: Tensor  # small ones in one, where `vector_regions` says
+    vectors: Tensor  # the small vectors in one buffer; `vector_regions` says where
 
 
 def vector_regions(kernels: int, o: Options) -> Regions:
-    """Return what lies where in `Kept.vectors`."""
+    """Return the regions of `Kept.vectors`."""
     return Regions(
         w_norm=kernels,
         norm=6 * kernels if o.follows else 0,  # BatchNorm's mean, variance, rstd, scale, shift and center
         factor=kernels if o.operator.weighting == "separate" else 0,  # α·h₁(‖w‖)
-        mean=o.groups + 1
-        if o.mean_kind in (OF_BATCH, OF_RANKS)
-        else 0,  # E{‖x‖}; over all ranks then the number of norms
+        # E{‖x‖}, and over all ranks the number of norms behind it
+        mean=o.groups + 1 if o.mean_kind in (OF_BATCH, OF_RANKS) else 0,
     )
 
 
 class Gradients(NamedTuple):
-    """The gradients in the operands; None for those not wanted, or not there (a registered operator gives empty ones)."""
+    """The gradients of the operands; None for those that are not wanted or do not exist.
+
+    Operators in a graph cannot return None: they return empty tensors instead.
+    """
 
     x: Tensor | None
-    products: Tensor | None  # (N, groups, …), of x's energy; times x it belongs to the one in x, if it is not yet added
+    products: Tensor | None  # of x's energy, (N, groups, …); x times it is a part of the gradient of x, added or not
     weight: Tensor | None
-    vectors: Tensor  # where `gradient_regions` says
-    mean: Tensor | None  # of a given one: (groups, parts), to be added up
+    vectors: Tensor  # of the small vectors; `gradient_regions` says where
+    mean: Tensor | None  # of a given E{‖x‖}: (groups, parts), whose sum over parts it is
     residual: Tensor | None  # if it is not the incoming gradient itself
 
 
 def gradient_regions(t: Operands, o: Options) -> Regions:
-    """Return what lies where in `Gradients.vectors`: rows of one kernel, then BatchNorm's, written by another."""
+    """Return the regions of `Gradients.vectors`: first those that one Triton kernel writes, then BatchNorm's."""
     kernels, norm = t.weight.shape[0], int(o.follows != ALONE)
     rows = Regions(
         packed=True,
@@ -157,14 +162,14 @@ def gradient_regions(t: Operands, o: Options) -> Regions:
 
 
 def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
-    """Return the output where backward may need it; elsewhere it is computed again."""
+    """Return the output if backward may need it, else None; backward can often compute it again."""
     return out if t.residual is not None and (o.activation != 0 or o.leaves) else None
 
 
 def arrived(
     e: Tensor | None, of_left: Tensor | None, out: Tensor | None, dot: Tensor, o: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient that came in for the output, zeros if none came; and the output, if that gradient depends on it."""
+    """Return the incoming gradient of the output, zeros if there is none; and the output, if backward depends on it."""
     depends = o.activation != 0 or of_left is not None
     return torch.zeros_like(dot) if e is None else e, out if depends else None
 
@@ -172,7 +177,7 @@ def arrived(
 def operand_gradients(
     gradients: Gradients, e: Tensor, regions: Regions, t: Operands, o: Options, wanted: Sequence[bool], maps: int
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients in the order of `Operands`, None for those not wanted. maps: in how many x's energy came."""
+    """Return the gradients in the order of `Operands`, None for those not wanted; maps: how many hold x's energy."""
     want = Operands(*wanted)  # type: ignore[arg-type]
 
     def vector(name: str) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""What stays the same between calls with operands of the same kinds: sizes, and launchers that know where their pointers are.
+"""Plans: sizes and launchers, which stay the same between calls with operands of the same kinds.
 
-Python's share in a training step was larger than the kernels'. So everything that can be is worked out once, when a
-combination of shapes, memory orders, dtypes and options is first seen.
+In a training step Python once took more time than the kernels. So everything that can be computed ahead is computed
+once, when a combination of shapes, memory orders, dtypes and options is first seen.
 """
 
 import math
@@ -37,9 +37,9 @@ from dcnet.ops.fused.operands import (
 from dcnet.ops.fused.tiles import CHANNELS, Tiles
 
 WARPS = 4  # of a program
-NORM_MOMENTUM, MEAN_MOMENTUM = Changing(0), Changing(1)  # the floats that a forward launch is given
+NORM_MOMENTUM, MEAN_MOMENTUM = Changing(0), Changing(1)  # the floats given at each forward launch
 
-# The tensors of a call, by slot: what `forward` and `backward` fill
+# The names of the slots of a call's memory, which `forward` and `backward` in op.py fill in this order
 FORWARD = (
     *Operands._fields,
     *("batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out"),
@@ -74,13 +74,13 @@ class Backward(NamedTuple):
 
 
 class Plan:
-    """Sizes and launchers for operands of these kinds, and an output in the order of `dot`."""
+    """Sizes and launchers for operands of these kinds, with an output in the memory order of `dot`."""
 
     def __init__(self, t: Operands, o: Options, dot: Tensor) -> None:
         self.options, self.operator, self.groups = o, o.operator, o.groups
         self.kernels, self.stride, self.has_output = dot.shape[1], dot.stride(), dot.numel() > 0
         self.has = {name: tensor is not None for name, tensor in zip(Operands._fields, t, strict=True)}
-        self.maps = 0 if t.energy is None else t.energy.shape[0]  # in how many the energy of x comes
+        self.maps = 0 if t.energy is None else t.energy.shape[0]  # how many hold the energy of x
         self.vectors = vector_regions(self.kernels, o)
         self.of_vectors = gradient_regions(t, o)
         self.norms = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o)
@@ -94,7 +94,8 @@ class Plan:
     def _launchers(self, t: Operands) -> None:
         """Make the launchers that do not depend on the pass."""
         o, ahead, back = self.options, _places(FORWARD), _places(BACKWARD)
-        # the gradient of ‖w‖: as factor or gain it comes first among the vectors'; that of "separate" is made of them
+        # The gradient of ‖w‖: as factor or gain it comes first among those of the vectors; with "separate" it is
+        # computed from them.
         separate = self.operator.weighting == "separate"
         e_norm = (back["of_w_norm"] if separate else back["of_vectors"]) if self.operator.weighting else None
         self.normalize, self.normalize_backward = kernel_launchers(
@@ -117,13 +118,13 @@ class Plan:
         self.box = self.norms.box(norms, o.eps, self.maps or 1)
 
     def ordered(self, dot: Tensor) -> Tensor:
-        """Return an output in the order that is expected."""
+        """Return a tensor of the output's shape in the memory order of this plan, copied only if it has another."""
         if dot.stride() == self.stride:
             return dot
         return torch.empty_strided(dot.shape, self.stride, dtype=dot.dtype, device=dot.device).copy_(dot)
 
     def _vectors(self, slots: tuple[str, ...]) -> dict[str, Place | None]:
-        """Return the places of the vectors that both epilogues read; None for what is not there."""
+        """Return the places of the vectors that both epilogue kernels read; None for those that are absent."""
         o, at, weighting = self.options, _places(slots), self.operator.weighting
         places = {name: at[name] if self.has[name] else None for name in ("radius", "bias", "learned", "slope")}
 
@@ -139,10 +140,10 @@ class Plan:
         return places
 
     def epilogue(self, track: int, moves: bool) -> list[Launcher]:
-        """Return the epilogue: one launch, or for BatchNorm with this batch's statistics two.
+        """Return the launchers of the epilogue: one, or two for BatchNorm with this batch's statistics.
 
-        track: how the running average of E{‖x‖} moves, 0 not at all, 1 with the momentum, 2 as a cumulative one.
-        moves: whether BatchNorm's averages do.
+        track: how to update the running average of E{‖x‖}: 0 not at all, 1 with the momentum, 2 cumulatively.
+        moves: whether to update BatchNorm's running averages.
         """
         found = self._epilogues.get((track, moves))
         if found is None:
@@ -181,7 +182,7 @@ class Plan:
         if o.follows == STATISTICS:
             centered = {"running_mean": at["running_mean"] if has["running_mean"] and has["running_var"] else None}
             launchers.append(self._forward(arguments | centered | {"STATISTICS": True}))
-            # now E{‖x‖} is known and has been tracked
+            # now E{‖x‖} is known, and its running average updated
             arguments |= {"MEAN": known, "TRACK": 0, "running_norm": None, "mean_batches": None}
         there = {name: at[name] if has[name] else None for name in ("gamma", "beta", "running_mean", "running_var")}
         last = {
@@ -200,8 +201,8 @@ class Plan:
     def backward(self, behind: bool, energy: bool, add: bool) -> Backward:
         """Return the launchers of the backward pass.
 
-        behind: whether a residual was added and the gradient in front of it is another; energy: whether the output's
-        energy has a gradient; add: whether `product` is to be launched too.
+        behind: whether a residual was added whose gradient is not the incoming gradient itself. energy: whether the
+        output's energy has a gradient. add: whether `product` will be launched too.
         """
         found = self._backwards.get((behind, energy, add))
         if found is None:
@@ -257,7 +258,7 @@ class Plan:
         return Backward(epilogue, box, product, size)
 
     def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
-        """Return the launch for the gradients of the vectors and of E{‖x‖}, out of the programs' sums."""
+        """Return the launcher for the gradients of the vectors and of E{‖x‖}, computed from the programs' sums."""
         sizes = {"programs": self.tiles.programs, "K": self.kernels // self.groups, "channels": self.kernels}
         blocks = {"BR": min(triton.next_power_of_2(self.tiles.programs), 256), "BC": CHANNELS}
         rows = {"ROWS": self.tiles.rows, "RADIUS_ROW": self.tiles.radius_row}
@@ -268,7 +269,7 @@ class Plan:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """The shape of what multiplies x in the gradient: x's, with groups for channels."""
+        """The shape of the factor of x in the gradient: that of x, with groups in place of channels."""
         return (self.norms.shape[0], self.groups, *self.norms.shape[2:])
 
 
@@ -280,18 +281,18 @@ _PLANS: dict[Any, Plan] = {}
 
 
 def plan_of(t: Operands, o: Options, dot: Tensor | None = None) -> Plan:
-    """Return the plan for such operands, made once; `dot` where there is one already."""
+    """Return the plan for operands of these kinds, made once; dot: the dot product, if it is there already."""
     x, weight = t.x, t.weight
     kinds = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in t]
     key = (o, x.shape, x.stride(), weight.shape, weight.stride(), 0 if t.energy is None else t.energy.shape[0], *kinds)
     found = _PLANS.get(key)
     if found is None:
         for tensor, name in zip(t, Operands._fields, strict=True):
-            if tensor is not None and tensor.device != x.device:  # kernels read whatever address they are given
+            if tensor is not None and tensor.device != x.device:  # kernels would read that address on the wrong device
                 raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
-        if dot is None:  # a convolution for nothing, but it knows best in which order its results come
+        if dot is None:  # the result is not used, but only a convolution knows the memory order of its results
             dot = dense(convolution(x, torch.empty_like(weight, dtype=x.dtype), o))
-        if len(_PLANS) >= 4096:  # shapes that never come again
+        if len(_PLANS) >= 4096:  # many may be of shapes that never come again
             _PLANS.clear()
         found = _PLANS[key] = Plan(t, o, dot)
     return found

@@ -1,4 +1,4 @@
-"""How the epilogue's kernels go over an output: tiles, programs, the arguments they have in common, scratch memory."""
+"""How the epilogue's kernels divide an output: tiles, programs, the arguments they share, scratch memory."""
 
 from typing import Any
 
@@ -14,20 +14,20 @@ from dcnet.ops.fused.norm_plan import NormPlan
 from dcnet.ops.fused.operands import Options
 from dcnet.ops.inputs import RADIUS_FLOOR
 
-PROGRAMS = 3  # on each multiprocessor
-STAGES = 3  # tiles a program loads ahead
+PROGRAMS = 3  # for each multiprocessor
+STAGES = 3  # how many tiles a program loads ahead
 TILE = 2048  # elements of a tile
-_SUMMED = 8192  # numbers of other programs added up at once
-CHANNELS = 16  # of a program of `vector_gradients`
+_SUMMED = 8192  # how many numbers of other programs are added at once
+CHANNELS = 16  # for each program of `vector_gradients`
 
 
 def mean_parts(kernels: int) -> int:
-    """Return in how many parts the gradient of E{‖x‖} comes, by the number of kernels of a group."""
+    """Return the number of parts of the gradient of E{‖x‖}, given the number of kernels of a group."""
     return cdiv(kernels, CHANNELS)
 
 
 class Tiles:
-    """The division of an output in the order of `dot`, for operands that are there or not."""
+    """The division of an output in the memory order of `dot`; has: which operands are there."""
 
     def __init__(self, dot: Tensor, has: dict[str, bool], norms: NormPlan, o: Options) -> None:
         operator, kernels = o.operator, dot.shape[1]
@@ -36,7 +36,7 @@ class Tiles:
         self.kernel_blocks = cdiv(view.kernels, bk)
         self.count = view.batch * view.positions
         columns = o.groups * self.kernel_blocks
-        # Programs share the tiles: enough of them to fill the device, few enough to add up what they leave.
+        # Programs share the tiles: enough programs to fill the device, few enough that adding up their sums is quick.
         cuda = dot.device.type == "cuda"
         wanted = PROGRAMS * torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 2
         self.programs = max(1, min(view.batch * cdiv(view.positions, bp), cdiv(wanted, columns)))
@@ -71,7 +71,7 @@ class Tiles:
         # Forward's scratch: ½·Σ x² over channels, sums of norms, BatchNorm's sums
         of_norm = 2 * self.programs * kernels
         self.scratch = Regions(energies=norms.rows, norm_sums=o.groups * norms.programs, sums=of_norm)
-        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, what multiplies x
+        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, the factors of x
         self.back_scratch = Regions(
             reduced=3 * self.programs * kernels,
             sums=self.programs * self.rows * kernels,
@@ -82,5 +82,5 @@ class Tiles:
 
 
 def _slopes(choice: Choice, first: int) -> tuple[int, ...]:
-    """Return where the slopes of the learned parameters stand among a formula's results, the first of them there."""
+    """Return the indices of the learned parameters' slopes among a formula's results; slopes start at `first`."""
     return tuple(first + choice.formula.learnable.index(name) for name in choice.learned)

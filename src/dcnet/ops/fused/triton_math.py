@@ -1,7 +1,7 @@
 """The twin of `dcnet.formulas.m` for Triton kernels: the same names, in float32.
 
-No libdevice, so that the kernels also run in Triton's interpreter. The polynomials keep the relative error to a few ulp
-near 0 too, where forms such as (e^2x − 1)/(e^2x + 1) lose most digits.
+It does not use libdevice, so that the kernels also run in Triton's interpreter. The polynomials keep the relative error
+at a few ulp near 0 too, where forms such as (e^2x − 1)/(e^2x + 1) lose most digits.
 """
 
 import triton
@@ -55,7 +55,7 @@ def log(x):
 
 @triton.jit
 def log1p(x):
-    # log(1 + x) is off by the rounding of 1 + x; the ratio puts that right (Kahan)
+    # log(1 + x) suffers from the rounding of 1 + x; the ratio corrects that (Kahan)
     u = 1.0 + x
     d = u - 1.0
     return tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))

@@ -1,1 +1,1 @@
-"""The Triton kernels; `common.py` says how maps are divided among programs."""
+"""The Triton kernels; `common.py` explains how programs divide the maps."""

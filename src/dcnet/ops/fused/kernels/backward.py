@@ -21,17 +21,22 @@ def backward(
     d_ptr, n_ptr, e_ptr, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain, mean,
     norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, K, P,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, H_SLOPES: tl.constexpr, G: tl.constexpr,
-    G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr,
-    BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    STAGES: tl.constexpr, ACTIVATION: tl.constexpr, REDUCE: tl.constexpr, CENTERED: tl.constexpr, SUMS: tl.constexpr,
-    NORM_SUMS: tl.constexpr,
+    G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr,
+    FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, REDUCE: tl.constexpr,
+    CENTERED: tl.constexpr, SUMS: tl.constexpr, NORM_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `forward`; with REDUCE, only the sums BatchNorm's gradient needs (and the residual's gradient).
+    """Compute the gradients of `forward`; with REDUCE, only the sums that BatchNorm's gradient needs.
 
-    With a norm BatchNorm follows; CENTERED: with this batch's statistics, which have a gradient. With e_energy ½·Σ of the
-    output's squares has that gradient, which times the output is the output's. out_ptr is there where a residual was
-    added. The SUMS come in this order, each if it is wanted: factor, gain, radius, bias, learned parameters, whose slopes
-    stand at H_SLOPES and G_SLOPES among the formulas' results; with REDUCE: e, e·(y − center), and PReLU's slope.
+    With REDUCE it also writes the gradient of the residual.
+
+    `norm` is given where BatchNorm follows; CENTERED: with this batch's statistics, which have a gradient themselves.
+    e_energy is the gradient of the output's energy, ½·Σ of its squares; times the output it adds to the gradient of the
+    output. out_ptr is given where a residual was added.
+
+    There are SUMS rows of sums, in this order, without those not wanted: factor, gain, radius, bias, and the learned
+    parameters, whose slopes are results number H_SLOPES and G_SLOPES of the formulas. With REDUCE the rows are e,
+    e·(y − center), and the gradient of PReLU's slope.
     """
     channels = groups * K
     blocks = tl.cdiv(P, BP)
@@ -63,7 +68,7 @@ def backward(
     total = zeros(SUMS, BP, BK)
     offsets = offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST)
     for step in tl.range(tl.program_id(0), batch * blocks, tl.num_programs(0), num_stages=STAGES):
-        # backward through the map: what was written last is still in the cache
+        # from the end of the map to its start: what was written last is still in the cache
         tile = batch * blocks - 1 - step if REDUCE else step
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
@@ -87,7 +92,7 @@ def backward(
             y = of_h[0] * of_g[0] * s
             if bias is not None:
                 y += vector(bias, ch, in_k, 0.0)
-            if out_ptr is not None:  # only the output itself tells what the sum was
+            if out_ptr is not None:  # the sum was not stored, only the output tells its sign
                 out = tl.load(out_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
                 on = out > 0.0
             else:

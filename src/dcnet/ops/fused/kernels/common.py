@@ -1,12 +1,14 @@
-"""What the epilogue's kernels are made of.
+"""The functions that the epilogue's kernels share.
 
-Every map is seen as (batch, groups, kernels, positions), whatever its layout; a map in channels_last order has one batch
-of N·positions. A tile is a block of positions times the kernels of one group (a block of them where they are many), so
-that sums over kernels stay inside it. Programs take the tiles in turns, and each keeps its sums over positions element by
-element until the end; they leave as one row per program. The kernel that needs them adds up the rows itself (`total`),
-in front of its own work: a launch less. No atomics: the same result in every run.
+Every map is seen as (batch, groups, kernels, positions), whatever its layout; a map in channels_last order has one
+batch of N·positions. A tile is a block of positions times the kernels of one group (or a block of them where there are
+many), so that sums over kernels stay inside a tile.
 
-An operand that is not there is None, which the compiler knows: what depends on it is not compiled.
+Programs take the tiles in turn. Each program keeps its sums over positions element by element until the end, and then
+writes them as one row. The kernel that needs the sums adds up the rows itself before its own work (`total`), which
+saves a launch. There are no atomics, so every run gives the same result.
+
+An absent operand is None, which the compiler knows: what depends on it is not compiled.
 """
 
 import triton
@@ -15,7 +17,10 @@ import triton.language as tl
 
 @triton.jit
 def parameters(learned, FIXED: tl.constexpr, ROWS: tl.constexpr, channels, k, inside):
-    """The parameters of a formula for a block of kernels: numbers, or where ROWS is not −1 rows of the learned ones, (1, kernels)."""
+    """Return the parameters of a formula for a block of kernels, as a tuple.
+
+    Each is a number of FIXED, or, where ROWS is not −1, that row of the learned parameters, (1, kernels).
+    """
     values = ()
     for i in tl.static_range(len(FIXED)):
         if ROWS[i] < 0:
@@ -27,7 +32,7 @@ def parameters(learned, FIXED: tl.constexpr, ROWS: tl.constexpr, channels, k, in
 
 @triton.jit
 def magnitude(H: tl.constexpr, n, rho, values, RADIUS: tl.constexpr):
-    """The magnitude and its slopes; not every formula takes ρ."""
+    """Return the magnitude and its slopes; not every formula takes ρ."""
     if RADIUS > 0:
         result = H(n, rho, *values)
     else:
@@ -37,7 +42,7 @@ def magnitude(H: tl.constexpr, n, rho, values, RADIUS: tl.constexpr):
 
 @triton.jit
 def offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST: tl.constexpr):
-    """Where the elements of a tile lie from its first on: (positions, kernels)."""
+    """Return the offsets of a tile's elements from its first one: (positions, kernels)."""
     if CHANNELS_LAST:
         result = p[:, None] * (groups * K) + k[None, :]
     else:
@@ -47,7 +52,7 @@ def offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def start_of_tile(b, g, start, K, P, groups, CHANNELS_LAST: tl.constexpr):
-    """Where a tile starts in its map: one 64-bit number a tile; b and start have 64 bits."""
+    """Return where a tile starts in its map: one 64-bit number for each tile; b and start have 64 bits."""
     if CHANNELS_LAST:
         result = b * (groups * K) * P + g * K + start * (groups * K)
     else:
@@ -57,7 +62,7 @@ def start_of_tile(b, g, start, K, P, groups, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def within(in_p, in_k, EVEN: tl.constexpr):
-    """Which elements of a tile lie in the map; with EVEN all of them do, and the compiler drops every mask."""
+    """Return which elements of a tile lie in the map; with EVEN all of them do, and the compiler drops every mask."""
     inside = in_p[:, None] & in_k[None, :]
     if EVEN:
         inside = inside | True
@@ -66,7 +71,7 @@ def within(in_p, in_k, EVEN: tl.constexpr):
 
 @triton.jit
 def vector(pointer, k, inside, DEFAULT: tl.constexpr):
-    """A per-kernel vector as (1, kernels); the default where there is none."""
+    """Return a per-kernel vector as (1, kernels), or the default where there is none."""
     if pointer is not None:
         value = tl.load(pointer + k, mask=inside, other=1.0).to(tl.float32)[None, :]
     else:
@@ -76,7 +81,10 @@ def vector(pointer, k, inside, DEFAULT: tl.constexpr):
 
 @triton.jit
 def rho_of(radius, RADIUS: tl.constexpr, FLOOR: tl.constexpr, k, inside):
-    """ρ of a block of kernels, (1, kernels). RADIUS: 0 for none (then 1), 1 for ρ itself, 2 for what is learned, ρ = raw² + FLOOR."""
+    """Return ρ of a block of kernels, (1, kernels).
+
+    RADIUS: 0 where there is none (then 1), 1 where `radius` is ρ, 2 where it is the raw parameter, ρ = raw² + FLOOR.
+    """
     rho = vector(radius, k, inside, 1.0)
     if RADIUS == 2:
         rho = rho * rho + FLOOR
@@ -85,17 +93,17 @@ def rho_of(radius, RADIUS: tl.constexpr, FLOOR: tl.constexpr, k, inside):
 
 @triton.jit
 def patch_radius(radius, mean, RADIUS: tl.constexpr, FLOOR: tl.constexpr, MEAN: tl.constexpr, k, inside):
-    """The radius used for patches: ρ·E{‖x‖}, or ρ where there is no mean."""
+    """Return the radius used for patches: ρ·E{‖x‖}, or ρ where there is no mean."""
     rho = rho_of(radius, RADIUS, FLOOR, k, inside)
     if MEAN:
         rho = rho * mean
-        rho = tl.where(rho > 0.0, rho, 1.0)  # a group of nothing but zeros, without eps: any radius will do
+        rho = tl.where(rho > 0.0, rho, 1.0)  # without eps a group of zeros only has E = 0: any radius will do
     return rho
 
 
 @triton.jit
 def zeros(COUNT: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr):
-    """So many sums to begin with."""
+    """Return COUNT sums that start at 0."""
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros((BP, BK), tl.float32),)
@@ -104,7 +112,7 @@ def zeros(COUNT: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def total(sums, row, ROWS: tl.constexpr, channels, programs, ch, inside, BR: tl.constexpr, BC: tl.constexpr):
-    """Σ over programs of one row of their sums (programs, ROWS, channels), for a block of channels: (1, channels)."""
+    """Return one row of the sums (programs, ROWS, channels), added over programs, for a block of channels: (1, BC)."""
     sum = tl.zeros((BR, BC), tl.float32)
     for first in range(0, programs, BR):
         r = first + tl.arange(0, BR)

@@ -1,4 +1,4 @@
-"""The Triton kernel of the epilogue: h·g on the output of a convolution, and what follows it."""
+"""The Triton kernel of the epilogue: h·g on the output of a convolution, and its post-ops."""
 
 import triton
 import triton.language as tl
@@ -22,15 +22,19 @@ def forward(
     running_var, norm_batches, running_norm, mean_batches, factor, gain, mean, norm, sums, norm_sums, norm_momentum,
     mean_momentum, norm_eps, count, unbiased, batch, groups, K, P, mean_parts,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, G: tl.constexpr, G_FIXED: tl.constexpr,
-    G_ROWS: tl.constexpr, A: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
-    BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr, MEAN: tl.constexpr,
-    TRACK: tl.constexpr, TALLY: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, STATISTICS: tl.constexpr,
+    G_ROWS: tl.constexpr, A: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr,
+    MEAN: tl.constexpr, TRACK: tl.constexpr, TALLY: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    STATISTICS: tl.constexpr,
 ):  # fmt: skip
-    """y = factor·h·g + bias; then BatchNorm, residual and activation, each if asked for; or, with STATISTICS, only sums of y − center.
+    """Write y = factor·h·g + bias, after BatchNorm, residual and activation, each if it is asked for.
 
-    MEAN, TRACK and TALLY as `mean_norm` has them, NORM (0 for none) as `normalization` has it. The center is BatchNorm's
-    running mean, 0 where there is none. With an energy_ptr ½·Σ of the output's squares too, one map for each block of
-    kernels. With norm_batches BatchNorm's running averages move.
+    With STATISTICS, write only the sums of y − center and of its square. The center is BatchNorm's running mean, or 0
+    where there is none.
+
+    `mean_norm` explains MEAN, TRACK and TALLY, `normalization` explains NORM (0 for no BatchNorm). With an energy_ptr,
+    the output's energy is written too, ½·Σ of its squares, one map for each block of kernels. With norm_batches,
+    BatchNorm's running averages are updated.
     """
     channels = groups * K
     blocks = tl.cdiv(P, BP)
@@ -63,7 +67,7 @@ def forward(
         sum_y, sum_yy = zeros(2, BP, BK)
     offsets = offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST)
     for step in tl.range(tl.program_id(0), batch * blocks, tl.num_programs(0), num_stages=STAGES):
-        # backward through the map: what the convolution wrote last is still in the cache
+        # from the end of the map to its start: what the convolution wrote last is still in the cache
         tile = batch * blocks - 1 - step if STATISTICS else step
         block = tile % blocks
         b = (tile // blocks).to(tl.int64)
@@ -95,7 +99,7 @@ def forward(
                 y = A(y)[0]
             result = y.to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + first + offsets, result, mask=inside)
-            if energy_ptr is not None:  # of what is stored
+            if energy_ptr is not None:  # of the values as they are stored
                 y = tl.where(inside, result.to(tl.float32), 0.0)
                 at_energy = kernel_block.to(tl.int64) * batch * groups * P + at_n
                 tl.store(energy_ptr + at_energy, 0.5 * tl.sum(y * y, 1), mask=in_p)

@@ -1,6 +1,6 @@
-"""The Triton kernels around the convolution: kernels normalized, patch norms, and their gradients.
+"""The Triton kernels before and after the convolution: normalized kernels, patch norms, and their gradients.
 
-One to three dimensions are three here: a missing dimension has size 1.
+Maps have three spatial dimensions here; a missing dimension has size 1.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
-    """unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements."""
+    """Write unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements."""
     k = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
@@ -27,7 +27,7 @@ def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
 
 @triton.jit
 def normalize_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, BLOCK: tl.constexpr):
-    """grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
+    """Write grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
     k = tl.program_id(0)
     norm = tl.load(norm_ptr + k)
     inverse = tl.where(norm > 0.0, 1.0 / norm, 0.0)
@@ -49,7 +49,7 @@ def normalize_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, BLOCK: t
 
 @triton.jit
 def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
-    """q (batch, groups, positions) = ½·Σ over each group's C channels of x²."""
+    """Write q (batch, groups, positions) = ½·Σ over each group's C channels of x²."""
     pid = tl.program_id(0)
     block = pid % blocks
     g = (pid // blocks) % groups
@@ -74,10 +74,11 @@ def box(
     DW,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """n = sqrt(2·Σ over the window of q + eps) for one group: (batch, groups, OD, OH, OW) of q (batch, groups, ID, IH, IW).
+    """Write n = sqrt(2·Σ over the window of q + eps) for one group.
 
-    q is the sum of `maps` maps of `rows` elements each. `total` is batch·positions;
-    LONG for 64-bit indices, whose division is slow; sums_ptr gets each program's sum of n, (groups, programs).
+    n is (batch, groups, OD, OH, OW), q is (batch, groups, ID, IH, IW). q is the sum of `maps` maps of `rows` elements
+    each. `total` is batch·positions. LONG is for 64-bit indices, whose division is slow. sums_ptr gets each program's
+    sum of n, (groups, programs).
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)
@@ -115,10 +116,10 @@ def box_backward(
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, MAPS: tl.constexpr, MEANS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """t = Σ over the windows that hold a position of e/n: the gradient in ½·Σ x², and x·t that in x.
+    """Write t = Σ of e/n over the windows that hold a position: the gradient of ½·Σ x². That of x is x·t.
 
-    e is the sum of MAPS maps of `rows` elements each, plus every norm's `share` of the gradient of E{‖x‖}, itself a sum
-    of MEANS ≤ PARTS numbers.
+    e is the sum of MAPS maps of `rows` elements each, plus the `share` that every norm gets of the gradient of E{‖x‖},
+    which is itself a sum of MEANS ≤ PARTS numbers.
     """
     g = tl.program_id(1)
     pid = tl.program_id(0)
@@ -157,7 +158,7 @@ def box_backward(
 
 @triton.jit
 def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
-    """grad += x·t in place, t (batch, groups, positions); both maps lie in memory alike."""
+    """Add x·t to grad in place, with t (batch, groups, positions); x and grad have the same memory order."""
     pid = tl.program_id(0)
     block = pid % blocks
     g = (pid // blocks) % groups

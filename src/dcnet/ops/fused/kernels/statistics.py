@@ -8,15 +8,16 @@ from dcnet.ops.fused.kernels.common import rho_of, total, vector
 
 @triton.jit
 def track_norm(running_norm, batches, momentum, g, value, TRACK: tl.constexpr, TALLY: tl.constexpr):
-    """A step of the running average of E{‖x‖} towards a value; TRACK: 1 with the momentum, 2 cumulative. `batches` were seen before.
+    """Move the running average of E{‖x‖} toward a value.
 
-    A value that is not finite is left out, and its batch not counted.
+    TRACK: 1 with the momentum, 2 as a cumulative average. `batches` is the number of batches before this one. A value
+    that is not finite is left out, and its batch is not counted.
     """
     finite = value - value == 0.0
     seen = tl.load(batches).to(tl.float32) + 1.0
     share = 1.0 / seen
     if TRACK == 1:
-        share = tl.where(seen == 1.0, 1.0, momentum)  # the first batch is taken as it is
+        share = tl.where(seen == 1.0, 1.0, momentum)  # the average starts at the first batch's value
     old = tl.load(running_norm + g).to(tl.float32)
     tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty), mask=finite)
     if TALLY:
@@ -25,7 +26,7 @@ def track_norm(running_norm, batches, momentum, g, value, TRACK: tl.constexpr, T
 
 @triton.jit
 def move_norm(running_mean, running_var, mean, variance, unbiased, momentum, at, ok):
-    """A step of BatchNorm's running averages, for a block of channels."""
+    """Move BatchNorm's running averages toward this batch's, for a block of channels."""
     old = tl.load(running_mean + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(running_mean + at, (old + momentum * (mean - old)).to(running_mean.dtype.element_ty), mask=ok)
     old = tl.load(running_var + at, mask=ok, other=0.0).to(tl.float32)
@@ -37,9 +38,11 @@ def mean_norm(
     mean, norm_sums, running_norm, batches, count, momentum, parts, g, writes,
     MEAN: tl.constexpr, TRACK: tl.constexpr, TALLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """E{‖x‖} of a group. MEAN: 0 for none, 1 where it has been computed, 2 for a sum of `parts` numbers, the rows of `norm_sums`.
+    """Return E{‖x‖} of a group.
 
-    The one program of a group that `writes` stores it, and tracks it. TALLY counts the batch, which only a single program can do.
+    MEAN: 0 where there is none (then 1), 1 where it is known, 2 to compute it as the sum of `parts` numbers, a row of
+    `norm_sums`, over `count`. The one program of a group that `writes` stores it, and updates the running average.
+    TALLY: whether to count the batch too, which only a single program may do.
     """
     value = 1.0
     if MEAN == 1:
@@ -63,12 +66,13 @@ def normalization(
     ch, inside, writes, first_program,
     NORM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """scale and shift of a block of channels, each (1, channels), so that γ·ŷ + β = scale·y + shift.
+    """Return scale and shift of a block of channels, each (1, channels), so that γ·ŷ + β = scale·y + shift.
 
-    NORM: 1 with BatchNorm's running averages, 2 with sums of y − center and its square over this batch. The one program
-    of a channel that `writes` stores norm: mean, variance, rstd, scale and shift. Where there are `batches` it also moves
-    the running averages, and the first program of all counts the batch. norm's last row is the center: what the running
-    mean was before it moved.
+    NORM: 1 with BatchNorm's running averages, 2 with the sums of y − center and of its square over this batch.
+
+    The one program of a channel that `writes` stores the rows of `norm`: mean, variance, rstd, scale and shift. The
+    last row of `norm` is the center: the running mean before its update. With `batches`, that program also updates the
+    running averages, and the very first program counts the batch.
     """
     at = ch[None, :]
     ok = inside[None, :]
@@ -101,8 +105,11 @@ def normalization_gradient(
     sums, norm, gradients, count, programs, channels, ch, inside, writes,
     ROWS: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """constant and slope of the line in y that BatchNorm's gradient takes off; the one program that `writes` stores the gradients of β, γ
-    and the activation's slope, (ROWS, channels)."""
+    """Return constant and slope of the line in y that BatchNorm's gradient subtracts.
+
+    The one program of a channel that `writes` stores the gradients of β, γ and the activation's slope: (ROWS,
+    channels).
+    """
     at = ch[None, :]
     ok = inside[None, :]
     rstd = tl.load(norm + 2 * channels + at, mask=ok, other=0.0)
@@ -126,9 +133,10 @@ def vector_gradients(
     ROWS: tl.constexpr, RADIUS_ROW: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """gradients (ROWS, channels) of the per-kernel vectors, and grad_mean (groups, programs) of E{‖x‖}, to be added up.
+    """Write the gradients of the per-kernel vectors, (ROWS, channels), and of E{‖x‖}, as grad_mean (groups, programs).
 
-    The radius' sums are of ρ·E{‖x‖}: here they become the gradients of E and of ρ, or of what is learned, ρ = raw² + FLOOR.
+    The gradient of E{‖x‖} is the sum of grad_mean over programs. The sums of the radius are for ρ·E{‖x‖}: here they
+    become the gradients of E{‖x‖} and of ρ, or of the raw parameter, ρ = raw² + FLOOR.
     """
     g = tl.program_id(0)
     k = tl.program_id(1) * BC + tl.arange(0, BC)
