@@ -96,7 +96,7 @@ def test_the_loaded_network_is_the_evaluated_one(tmp_path, options):
 
 @pytest.mark.parametrize(
     ("stop", "options"),
-    [(40, {}), (44, {"evaluate_every": 0})],
+    [pytest.param(40, {}, marks=pytest.mark.slow), (44, {"evaluate_every": 0})],
     ids=["within an epoch", "after one without an evaluation"],
 )
 def test_an_interrupted_network_can_be_used(tmp_path, monkeypatch, stop, options):

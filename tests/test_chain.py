@@ -77,7 +77,10 @@ def launched(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize(("activation", "last"), [("relu", True), ("relu", False), (None, False), ("prelu", True)])
+@pytest.mark.parametrize(
+    ("activation", "last"),
+    [("relu", True), pytest.param("relu", False, marks=pytest.mark.slow), (None, False), ("prelu", True)],
+)
 def test_units(activation, last, launched):
     """Behind an activation or not, with a residual or not, one map or two, at either stride."""
     found = []
@@ -142,8 +145,14 @@ def shifted(module, *arguments):
     (seen[0] if isinstance(seen, tuple) else seen).add_(1.0)
 
 
-@pytest.mark.parametrize("where", ["block", "convolution", "before", "everywhere"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "where"),
+    [
+        *((False, where) for where in ("block", "convolution", "before", "everywhere")),
+        (True, "block"),
+        *(pytest.param(True, where, marks=pytest.mark.slow) for where in ("convolution", "before", "everywhere")),
+    ],
+)
 def test_hooks_that_change_what_passes(where, compiled):
     """Whoever changes a map in between gets results for the changed map."""
     outputs = []
@@ -213,7 +222,11 @@ def wrapped(kind, block):
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
-@pytest.mark.parametrize("which", [pytest.param((0,), marks=pytest.mark.slow), (1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param((0,), marks=pytest.mark.slow), pytest.param((1,), marks=pytest.mark.slow), (0, 1, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["checkpoint", "reentrant checkpoint", "scaled", "old", "patched", "convolution"])
 def test_blocks_in_disguise(kind, which):
     """Wrappers and subclasses, which may compute again later or something else: right, if not as fast."""

@@ -141,7 +141,9 @@ def test_a_users_formula_is_fused(catalogue):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SMALL if GPU else ["grouped, channels last", "1d", "linear"])
+@pytest.mark.parametrize(
+    "name", SMALL if GPU else ["grouped, channels last", pytest.param("1d", marks=pytest.mark.slow), "linear"]
+)
 def test_registered_properly(name):
     """PyTorch's own check of schema, fake implementation and gradients."""
     from dcnet.ops.fused import layout

@@ -101,7 +101,7 @@ def test_without_gradients_the_same():
     assert_same(dict(net.named_buffers()), dict(other.named_buffers()))
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_export(strict):
     net = network()
     step(net, batch())

@@ -82,7 +82,8 @@ def test_second_derivatives_through_a_network(angular):
 
 
 @pytest.mark.parametrize(
-    ("magnitude", "angular"), [("tanh", "cosine"), ("ball", "linear"), ("log", "sigmoid:k=learned")]
+    ("magnitude", "angular"),
+    [("tanh", "cosine"), pytest.param("ball", "linear", marks=pytest.mark.slow), ("log", "sigmoid:k=learned")],
 )
 def test_compiled(magnitude, angular):
     layer = dcnet.DecoupledConv2d(3, 4, 3, padding=1, magnitude=magnitude, angular=angular, bias=True).double()
