@@ -57,8 +57,8 @@ class Composite:
         """Return ⟨w, x⟩/‖w‖ of every patch and kernel, and ‖x‖ (N, groups, …) of every patch."""
         return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
 
+    @staticmethod
     def epilogue(
-        self,
         dot: Tensor,
         norm_map: Tensor,
         operator: Operator,

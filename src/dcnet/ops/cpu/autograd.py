@@ -14,7 +14,6 @@ from dcnet.ops.cpu.chunks import chunks
 from dcnet.ops.cpu.passes import epilogue
 from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.norms import compute_dtype, inverse, per_kernel
-from dcnet.ops.operator import Operator
 from dcnet.util.compat import is_grads_batched
 
 
@@ -36,17 +35,7 @@ class AutogradFunctions(Composite):
         dot, squares = _DotAndSquares.apply(x, unit, geometry)
         return dot, norms.root(_box_sum(squares, geometry), eps)
 
-    def epilogue(
-        self,
-        dot: Tensor,
-        norm_map: Tensor,
-        operator: Operator,
-        vectors: tuple[Tensor | None, ...],
-        eps: float,
-        groups: int,
-        relu: bool,
-    ) -> Tensor:
-        return epilogue(dot, norm_map, operator, vectors, eps, groups, relu)
+    epilogue = staticmethod(epilogue)
 
 
 class _UnitKernel(torch.autograd.Function):
