@@ -75,20 +75,18 @@ def launchers(magnitude, angular, weighting, dtype):
 
     tracked = int(radius is not None)
     training = plan(STATISTICS, RELU, residual=x, leaves=True, energy=torch.zeros(3, 2, 1, 16, 16))
-    yield from zip(("statistics", "output"), training.epilogue(tracked, True), strict=True)
-    yield "box of maps", training.box
-    back = training.backward(True, True, True)
-    yield from zip(("reduce", "gradients", "vectors"), back.epilogue, strict=False)
-    yield from {"box gradient": back.box, "product": back.product}.items()
-    yield from {"normalize": training.normalize, "normalize gradient": training.normalize_backward}.items()
+    yield from zip(("statistics", "output"), training.epilogue(tracked, True).launchers, strict=True)
+    yield from zip(("normalize", "box of maps"), training.ahead.launchers, strict=True)
+    back = training.backward(True, True, True, True, True)
+    yield from zip(("reduce", "gradients", "vectors"), back.epilogue.launchers, strict=False)
+    yield from zip(("box gradient", "product", "normalize gradient"), back.ends.launchers, strict=True)
     evaluation = plan(AVERAGES, PRELU)
-    yield "evaluation", evaluation.epilogue(0, False)[0]
-    yield from zip(
-        ("reduce evaluation", "gradients evaluation"), evaluation.backward(False, True, False).epilogue, strict=False
-    )
+    yield "evaluation", evaluation.epilogue(0, False).launchers[0]
+    back = evaluation.backward(False, True, False, True, True)
+    yield from zip(("reduce evaluation", "gradients evaluation"), back.epilogue.launchers, strict=False)
     alone = plan(ALONE)
-    yield from {"alone": alone.epilogue(2 * tracked, False)[0], "energies": alone.energies}.items()
-    yield "gradients alone", alone.backward(False, False, True).epilogue[0]
+    yield from {"alone": alone.epilogue(2 * tracked, False).launchers[0], "energies": alone.ahead.launchers[1]}.items()
+    yield "gradients alone", alone.backward(False, False, True, True, True).epilogue.launchers[0]
 
 
 OPERATORS = {

@@ -91,6 +91,7 @@ FUSED = [
     *(
         "layout",
         "launcher",
+        "native",
         "once",
         "triton_math",
         "triton_math16",

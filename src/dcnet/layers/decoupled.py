@@ -155,7 +155,7 @@ class Decoupled(nn.Module):
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
             has_mean = recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())
             if self.training and has_mean:
-                if torch.onnx.is_in_onnx_export():
+                if (recorded_by_jit() or torch.compiler.is_compiling()) and torch.onnx.is_in_onnx_export():
                     raise RuntimeError(
                         "ONNX has no operator that moves E{‖x‖}, a decoupled layer's running average; "
                         "call model.eval() first"

@@ -19,6 +19,7 @@ from dcnet.ops.composite import Composite
 from dcnet.ops.cpu import AutogradFunctions
 from dcnet.ops.geometry import Geometry
 from dcnet.ops.inputs import Inputs
+from dcnet.ops.operator import Operator
 from dcnet.util.compat import function_transform_active, only_ordinary_operations, recorded_by_jit
 
 _COMPOSITE, _AUTOGRAD_FUNCTIONS = Composite(), AutogradFunctions()
@@ -75,12 +76,9 @@ def eager() -> Composite:
 
 def reasons_against_fused(inputs: Inputs) -> list[str]:
     """Return every reason why the fused kernels cannot compute this; none if they can."""
-    reasons = []
+    reasons: list[str] = []
     if not torch.compiler.is_compiling():  # there is no looking for source code in a trace; the kernels would say so
-        if not _triton_present():
-            reasons.append("Triton is not installed")
-        for formula in (inputs.operator.magnitude.formula, inputs.operator.angular.formula):
-            reasons += _reasons_against_formula(formula)
+        reasons += _reasons_against_operator(inputs.operator)
     if not inputs.x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"the input is on {inputs.x.device}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)")
     if inputs.x.dtype == torch.float64:
@@ -93,11 +91,12 @@ def reasons_against_fused(inputs: Inputs) -> list[str]:
 
 
 @cache
-def _triton_present() -> bool:
-    return find_spec("triton") is not None
+def _reasons_against_operator(operator: Operator) -> tuple[str, ...]:
+    absent = () if find_spec("triton") is not None else ("Triton is not installed",)
+    formulas = operator.magnitude.formula, operator.angular.formula
+    return sum(map(_reasons_against_formula, formulas), absent)
 
 
-@cache
 def _reasons_against_formula(formula: Formula) -> tuple[str, ...]:
     try:
         inspect.getsource(formula.function)

@@ -4,6 +4,7 @@ A release that drops one of them breaks this file and no other. Seen in torch 2.
 """
 
 import ast
+import ctypes
 from typing import Any
 
 import torch
@@ -94,6 +95,34 @@ def direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     The three None are metadata and hooks for Triton's profiler.
     """
     return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
+def launch_facts(compiled: Any) -> tuple[int, int, int, tuple[Any, ...]] | None:
+    """Return what a plain launch of a compiled Triton kernel needs: function, threads, shared memory, argument types.
+
+    The kernel takes the arguments whose type is not "constexpr", then two pointers to scratch memory. None where it
+    needs more: scratch memory, a cluster, a cooperative launch, or a device that is not NVIDIA's.
+    """
+    facts = compiled.metadata
+    needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    if facts.target.backend != "cuda" or facts.num_ctas != 1 or any(getattr(facts, name, 0) for name in needs):
+        return None
+    return compiled.function, 32 * facts.num_warps, facts.shared, tuple(compiled.src.signature.values())
+
+
+def build_c_module(source: str, name: str) -> Any:
+    """Build a Python extension module from C, with the compiler that Triton uses, and keep it in Triton's cache."""
+    from triton.runtime.build import compile_module_from_src
+
+    return compile_module_from_src(source, name)
+
+
+def kernel_launch_address() -> int:
+    """Return the address of the CUDA driver's `cuLaunchKernel`."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def without_annotations(function: Any) -> Any:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcnet.ops.fused.launcher import Launcher, Memory, Place
+from dcnet.ops.fused.launcher import Memory, Place
 from dcnet.ops.fused.layout import dense, elsewhere, like
 from dcnet.ops.fused.library import in_graph
+from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import kernel_launchers
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import backward, forward
@@ -70,10 +71,11 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[T
 
 
 @lru_cache(1024)
-def _launchers(kernels: int, size: int, eps: float, *_for: torch.dtype | torch.device) -> tuple[Launcher, Launcher]:
+def _launchers(kernels: int, size: int, eps: float, *_for: torch.dtype | torch.device) -> tuple[Launches, Launches]:
     ahead = {"w_ptr": Place(0), "unit_ptr": Place(1), "norm_ptr": Place(2)}
     back = {"w_ptr": Place(0), "e_ptr": Place(1), "grad_ptr": Place(2), "norm_ptr": Place(3), "e_norm_ptr": None}
-    return kernel_launchers(kernels, size, ahead, back, eps)
+    forward, backward = kernel_launchers(kernels, size, ahead, back, eps)
+    return Launches(forward), Launches(backward)
 
 
 class _UnitKernel(torch.autograd.Function):

@@ -60,7 +60,7 @@ class Launcher:
     An argument is a `Place` (a pointer), a `Changing` (a float given at each launch), a value, or None.
     """
 
-    __slots__ = ("before", "changing", "grid", "kernel", "places", "values", "variant", "warps")
+    __slots__ = ("before", "changing", "compiled", "grid", "kernel", "places", "values", "variant", "warps")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], warps: int = 4) -> None:
         names = list(kernel.arg_names)
@@ -74,6 +74,7 @@ class Launcher:
         self.places = [(i, v.slot, 4 * v.offset) for i, v in enumerate(values) if isinstance(v, Place)]  # in bytes
         self.changing = [(i, v.number) for i, v in enumerate(values) if isinstance(v, Changing)]
         self.values = values
+        self.compiled: Any = None
         self.variant: Any = None
         self.before: tuple[Any, ...] = ()  # what the variant takes in front of the arguments
 
@@ -97,4 +98,5 @@ class Launcher:
             values[i] = tensor.view(-1)[offset // 4 :] if offset else tensor
         compiled = self.kernel[self.grid](*values, num_warps=self.warps)
         if compiled is not None and memory.aligned:  # None in the interpreter
+            self.compiled = compiled
             self.variant, self.before = direct_launch(compiled)

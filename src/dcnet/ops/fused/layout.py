@@ -2,6 +2,7 @@
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,21 @@ class Regions:
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """Return a region of the buffer."""
         return buffer[self.slices[name]]
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return all regions of the buffer by name: one operation, where `view` is one for each."""
+        names, sizes = self._parts
+        return dict(zip(names, buffer.split_with_sizes(sizes), strict=True))
+
+    @cached_property
+    def _parts(self) -> tuple[list[str], list[int]]:
+        """The names and sizes of all parts of the buffer, with those of the gaps, whose names are numbers."""
+        names, sizes, end = [], [], 0
+        for name, region in self.slices.items():
+            names += [str(end), name]
+            sizes += [region.start - end, region.stop - region.start]
+            end = region.stop
+        return [*names, str(end)], [*sizes, self.size - end]
 
 
 def energy_maps(kernels: int, groups: int) -> int:

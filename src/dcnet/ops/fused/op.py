@@ -47,11 +47,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     unit = torch.empty_like(t.weight, dtype=x.dtype)
     left = None if plan.left is None else torch.empty(plan.left, dtype=single, device=device)
     memory = Memory((*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, left, None, None))
-    plan.normalize(memory)
-    if plan.norms.count:
-        if t.energy is None:
-            plan.energies(memory)
-        plan.box(memory)
+    plan.ahead(memory)
     dot = plan.ordered(convolution(x, unit, o))
     out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
     memory.put(_DOT, dot)
@@ -64,8 +60,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     if t.residual is not None and t.residual.stride() != plan.stride:
         memory.put(_RESIDUAL, plan.ordered(t.residual))
     if plan.has_output:
-        for launcher in plan.epilogue(track, momentum is not None):
-            launcher(memory, momentum or 0.0, mean_momentum)
+        plan.epilogue(track, momentum is not None)(memory, momentum or 0.0, mean_momentum)
         if mean_batches is not None and o.groups > 1:
             mean_batches.add_(regions.view(vectors, "mean")[: o.groups].isfinite().all())
     elif o.mean_kind == OF_BATCH:
@@ -123,7 +118,7 @@ def backward(
     dot, norms, unit, vectors = kept
     device, single = x.device, torch.float32
     add = add or not want_x
-    launchers = plan.backward(out is not None, of_left is not None, add)
+    launchers = plan.backward(out is not None, of_left is not None, add, want_x, want_weight)
     grad_d = torch.empty_like(dot)
     behind = None if out is None else torch.empty_like(dot)
     of_vectors = torch.empty(plan.of_vectors.size, dtype=single, device=device)
@@ -136,8 +131,7 @@ def backward(
     results = (grad_d, of_vectors, behind, scratch, products, None, None, None, None, grad_weight)
     memory = Memory((*read, plan.ordered(e), of_left, out, dot, norms, unit, vectors, *results))
     if plan.has_output:
-        for launcher in launchers.epilogue:
-            launcher(memory)
+        launchers.epilogue(memory)
     else:
         of_vectors.zero_()
         scratch.zero_()
@@ -151,24 +145,19 @@ def backward(
     else:
         grad_x = grad_d @ unit if want_x else None
         grad_unit = grad_d.t() @ x if want_weight else None
-    of_mean = plan.tiles.back_scratch.view(scratch, "mean")
     if want_x:
         if o.mean_kind == OF_RANKS:  # even if this rank has no input: the others wait for it
-            memory.put(_OF_MEAN, _over_ranks(plan, of_mean, vectors))
+            memory.put(_OF_MEAN, _over_ranks(plan, plan.tiles.back_scratch.view(scratch, "mean"), vectors))
         if plan.norms.count and x.numel():
             grad_x = like(grad_x, x)
             memory.put(_GRAD_X, grad_x)
-            launchers.box(memory)
-            if add:
-                launchers.product(memory)
         elif products is not None:
             products.zero_()
     if grad_weight is not None:
         memory.put(_GRAD_UNIT, like(grad_unit, weight))
-        plan.normalize_backward(memory)
-    return Gradients(
-        grad_x, products, grad_weight, of_vectors, of_mean.clone() if o.mean_kind == GIVEN else None, behind
-    )
+    launchers.ends(memory)
+    of_mean = plan.tiles.back_scratch.view(scratch, "mean").clone() if o.mean_kind == GIVEN else None
+    return Gradients(grad_x, products, grad_weight, of_vectors, of_mean, behind)
 
 
 def _factor_backward(plan: Plan, t: Operands, vectors: Tensor, of_vectors: Tensor) -> Tensor:

@@ -179,9 +179,10 @@ def operand_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients in the order of `Operands`, None for those not wanted; maps: how many hold x's energy."""
     want = Operands(*wanted)  # type: ignore[arg-type]
+    views = regions.views(gradients.vectors)
 
     def vector(name: str) -> Tensor | None:
-        return regions.view(gradients.vectors, name) if getattr(want, name) else None
+        return views[name] if getattr(want, name) else None
 
     learned, products = vector("learned"), gradients.products
     return Operands(

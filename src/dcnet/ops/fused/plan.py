@@ -17,6 +17,7 @@ from dcnet.ops.fused.kernels.backward import backward as backward_kernel
 from dcnet.ops.fused.kernels.forward import forward as forward_kernel
 from dcnet.ops.fused.launcher import Changing, Launcher, Place
 from dcnet.ops.fused.layout import dense, energy_maps
+from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import NormPlan, kernel_launchers
 from dcnet.ops.fused.operands import (
     ALONE,
@@ -46,30 +47,16 @@ FORWARD = (
 )
 BACKWARD = (
     *READ_BY_BACKWARD,
-    *(
-        "e",
-        "of_left",
-        "out",
-        "dot",
-        "norms",
-        "unit",
-        "vectors",
-        "grad_d",
-        "of_vectors",
-        "behind",
-        "scratch",
-        "products",
-    ),
-    *("of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
+    *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
+    *("products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
 )
 
 
 class Backward(NamedTuple):
     """The launchers of a backward pass, and the size of its scratch memory."""
 
-    epilogue: list[Launcher]
-    box: Launcher
-    product: Launcher
+    epilogue: Launches
+    ends: Launches  # what follows the convolution's backward: the gradients of x and of the weight
     scratch: int
 
 
@@ -86,8 +73,8 @@ class Plan:
         self.norms = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o)
         self.tiles = Tiles(dot, self.has, self.norms, o)
         self._launchers(t)
-        self._epilogues: dict[tuple[int, bool], list[Launcher]] = {}
-        self._backwards: dict[tuple[bool, bool, bool], Backward] = {}
+        self._epilogues: dict[tuple[int, bool], Launches] = {}
+        self._backwards: dict[tuple[bool, ...], Backward] = {}
         self.left = (self.tiles.kernel_blocks, *self.norms.output) if o.leaves else None
         assert not o.leaves or self.tiles.kernel_blocks == energy_maps(self.kernels, o.groups)
 
@@ -98,7 +85,7 @@ class Plan:
         # computed from them.
         separate = self.operator.weighting == "separate"
         e_norm = (back["of_w_norm"] if separate else back["of_vectors"]) if self.operator.weighting else None
-        self.normalize, self.normalize_backward = kernel_launchers(
+        normalize, self.normalize_backward = kernel_launchers(
             self.kernels,
             math.prod(t.weight.shape[1:]),
             {"w_ptr": ahead["weight"], "unit_ptr": ahead["unit"], "norm_ptr": ahead["vectors"]},
@@ -113,9 +100,9 @@ class Plan:
         )
         energy = ahead["energy"] if self.maps else Place(ahead["scratch"].slot, self.tiles.scratch.at("energies"))
         sums = Place(ahead["scratch"].slot, self.tiles.scratch.at("norm_sums")) if o.mean_kind == OF_BATCH else None
-        self.energies = self.norms.energies({"x_ptr": ahead["x"], "q_ptr": energy})
-        norms = {"n_ptr": ahead["norms"], "q_ptr": energy, "sums_ptr": sums}
-        self.box = self.norms.box(norms, o.eps, self.maps or 1)
+        energies = [] if self.maps else [self.norms.energies({"x_ptr": ahead["x"], "q_ptr": energy})]
+        box = self.norms.box({"n_ptr": ahead["norms"], "q_ptr": energy, "sums_ptr": sums}, o.eps, self.maps or 1)
+        self.ahead = Launches(normalize, *([*energies, box] if self.norms.count else []))
 
     def ordered(self, dot: Tensor) -> Tensor:
         """Return a tensor of the output's shape in the memory order of this plan, copied only if it has another."""
@@ -139,7 +126,7 @@ class Plan:
         places["norm"] = among_vectors("norm") if o.follows != ALONE else None
         return places
 
-    def epilogue(self, track: int, moves: bool) -> list[Launcher]:
+    def epilogue(self, track: int, moves: bool) -> Launches:
         """Return the launchers of the epilogue: one, or two for BatchNorm with this batch's statistics.
 
         track: how to update the running average of E{‖x‖}: 0 not at all, 1 with the momentum, 2 cumulatively.
@@ -150,7 +137,7 @@ class Plan:
             found = self._epilogues[track, moves] = self._epilogue(track, moves)
         return found
 
-    def _epilogue(self, track: int, moves: bool) -> list[Launcher]:
+    def _epilogue(self, track: int, moves: bool) -> Launches:
         o, at, has = self.options, _places(FORWARD), self.has
         known = int(o.mean_kind != NO_MEAN)
         scratch = at["scratch"].slot
@@ -193,23 +180,24 @@ class Plan:
             "NORM": o.follows,
             "ACTIVATION": min(o.activation, OTHER),
         }
-        return [*launchers, self._forward(arguments | there | last)]
+        return Launches(*launchers, self._forward(arguments | there | last))
 
     def _forward(self, arguments: dict[str, Any]) -> Launcher:
         return Launcher(forward_kernel, self.tiles.grid, arguments, WARPS)
 
-    def backward(self, behind: bool, energy: bool, add: bool) -> Backward:
+    def backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
         """Return the launchers of the backward pass.
 
         behind: whether a residual was added whose gradient is not the incoming gradient itself. energy: whether the
-        output's energy has a gradient. add: whether `product` will be launched too.
+        output's energy has a gradient. add: whether to add the gradient of the norms to that of x.
         """
-        found = self._backwards.get((behind, energy, add))
+        key = (behind, energy, add, want_x, want_weight)
+        found = self._backwards.get(key)
         if found is None:
-            found = self._backwards[behind, energy, add] = self._backward(behind, energy, add)
+            found = self._backwards[key] = self._backward(*key)
         return found
 
-    def _backward(self, behind: bool, energy: bool, add: bool) -> Backward:
+    def _backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
         o, at, follows = self.options, _places(BACKWARD), self.options.follows != ALONE
         reduced = 3 if o.activation == PRELU else 2
 
@@ -254,8 +242,10 @@ class Plan:
             of_norms["e_mean"], parts, share = at["of_mean"], 1, 1.0
         box = self.norms.box_gradient(of_norms, self.tiles.kernel_blocks, parts, share)
         product = self.norms.product({"grad_ptr": at["grad_x"], "x_ptr": at["x"], "t_ptr": products})
+        of_x = [box, *([product] if add else [])] if want_x and self.norms.count and math.prod(self.norms.shape) else []
+        of_weight = [self.normalize_backward] if want_weight else []
         size = self.tiles.back_scratch.size if add else self.tiles.back_scratch.at("products")
-        return Backward(epilogue, box, product, size)
+        return Backward(Launches(*epilogue), Launches(*of_x, *of_weight), size)
 
     def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
         """Return the launcher for the gradients of the vectors and of E{‖x‖}, computed from the programs' sums."""

@@ -1,0 +1,100 @@
+"""The compiled launcher: several kernels with one call into `launch.c`.
+
+From Python a launch takes some 15 µs, most of it for arguments that are the same every time. Here they are packed once.
+"""
+
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from dcnet.ops.fused.launcher import Launcher, Memory
+from dcnet.util.compat import build_c_module, kernel_launch_address, launch_facts
+
+_MOST = 128  # parameters, as in launch.c
+_FORMATS = {"fp32": "<f4x", "fp64": "<d", "i1": "<?7x", "u1": "<?7x"}
+_FORMATS |= {f"{sign}{bits}": f"<{letter}{8 - bits // 8}x" for bits, letters in ((8, "bB"), (16, "hH"), (32, "iI"))
+             for sign, letter in zip("iu", letters, strict=True)} | {"i64": "<q", "u64": "<Q"}  # fmt: skip
+
+
+@cache
+def compiled_launcher() -> Any:
+    """Return the function `launch` of launch.c, built with Triton's C compiler and kept in its cache; or None.
+
+    Without it, kernels are launched from Python, which is slower and computes the same.
+    """
+    try:
+        module = build_c_module(files("dcnet.ops.fused").joinpath("launch.c").read_text(), "dcnet_launch")
+        module.use(kernel_launch_address())
+    except Exception as error:
+        warnings.warn(f"kernels are launched from Python, since launch.c cannot be built: {error}", stacklevel=2)
+        return None
+    return module.launch
+
+
+def pack(launchers: Sequence[Launcher]) -> bytes | None:
+    """Return the launches as launch.c takes them; None where a variant needs more than a plain launch."""
+    packed = [_pack(launcher) for launcher in launchers]
+    return None if None in packed else b"".join(words for words in packed if words is not None)
+
+
+def _pack(launcher: Launcher) -> bytes | None:
+    facts = None if launcher.compiled is None else launch_facts(launcher.compiled)
+    if facts is None:
+        return None
+    function, threads, shared, types = facts
+    places = {i: (slot, offset) for i, slot, offset in launcher.places}
+    changing = dict(launcher.changing)
+    values: list[bytes] = []
+    at: list[bytes] = []
+    floats: list[bytes] = []
+    for i, value, kind in _flat(launcher.values, types):
+        number = len(values)
+        if i in places:
+            at.append(struct.pack("<QQQ", number, *places[i]))
+            values.append(bytes(8))
+        elif i in changing:
+            if kind != "fp32":
+                return None
+            floats.append(struct.pack("<QQ", number, changing[i]))
+            values.append(bytes(8))
+        elif kind in _FORMATS:
+            values.append(struct.pack(_FORMATS[kind], value))
+        else:
+            return None
+    values += [bytes(8)] * 2  # Triton's scratch memory and its profiler's, which these variants do not have
+    if len(values) > _MOST:
+        return None
+    head = struct.pack("<9Q", function, *launcher.grid, threads, shared, len(values), len(at), len(floats))
+    return b"".join([head, *values, *at, *floats])
+
+
+def _flat(values: Sequence[Any], types: Sequence[Any]) -> Iterator[tuple[int, Any, str]]:
+    """Yield the arguments that the compiled kernel takes: position among the values, value, type; tuples one by one."""
+    for i, (value, kind) in enumerate(zip(values, types, strict=True)):
+        if isinstance(kind, tuple):
+            yield from ((i, v, k) for _, v, k in _flat(value, kind))
+        elif kind != "constexpr":
+            yield i, value, kind
+
+
+class Launches:
+    """Kernels that run one after the other. From the second time on one call into the compiled launcher runs them."""
+
+    __slots__ = ("launchers", "packed")
+
+    def __init__(self, *launchers: Launcher) -> None:
+        self.launchers = launchers
+        self.packed: bytes | None = None
+
+    def __call__(self, memory: Memory, *floats: float) -> None:
+        """Run the kernels on the memory's stream."""
+        packed = self.packed
+        if packed and memory.aligned and compiled_launcher()(packed, memory.addresses, memory.stream, floats):
+            return
+        for launcher in self.launchers:
+            launcher(memory, *floats)
+        if packed is None and all(launcher.variant is not None for launcher in self.launchers):
+            self.packed = (pack(self.launchers) if compiled_launcher() is not None else None) or b""  # empty: cannot be
