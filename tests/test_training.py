@@ -21,7 +21,9 @@ import dcnet
 from dcnet.data.folder import ImageFolder
 from dcnet.training import Interrupted, NonFiniteLoss, run_folders, state, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
+from dcnet.training.graph import uses_graphs
 from dcnet.training.optimizer import make_optimizer
+from dcnet.training.ranks import Ranks
 
 SMALL = {"epochs": 2.0, "batch": 64, "recalibrate": 2}  # five steps an epoch, of `few_digits`
 
@@ -681,3 +683,73 @@ def test_example_runs():
     assert len(example.read_text().splitlines()) <= 40
     output = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=True).stdout
     assert float(output.split()[-1].rstrip("%")) > 80.0
+
+
+class Noted(dcnet.Callback):
+    """Keeps what the user is told."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def on(device, world=1):
+    return Ranks(0, world, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "expected", "said"),
+    [
+        ({}, on("cpu"), False, ""),
+        ({}, on("cuda"), True, "from step 12 on, steps are repeated as a CUDA graph"),
+        ({"graphs": True}, on("cuda"), True, ""),
+        ({"graphs": False}, on("cuda"), False, ""),
+        ({"compile": True}, on("cuda"), False, "not repeated as a CUDA graph: compile=True has ways of its own"),
+        ({}, on("cuda", 2), False, "not repeated as a CUDA graph: 2 processes train together"),
+        ({"precision": "fp16"}, on("cuda"), False, "precision='fp16' decides on the host"),
+    ],
+)
+def test_graphs_where_they_can_be(options, ranks, expected, said):
+    found, text = uses_graphs(recipe(**options), ranks)
+    assert found is expected
+    assert said in text
+    assert bool(text) == bool(said)
+
+
+def test_a_step_that_cannot_be_recorded(tmp_path, monkeypatch):
+    """Is taken without a graph, and the user is told why; projections are still counted."""
+
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    noted, options = Noted(), {"epochs": 4.0, "projection": 3, "norm": "batch"}
+    with monkeypatch.context() as patch:
+        patch.setattr("dcnet.training.state.uses_graphs", lambda recipe, ranks: (True, "as a graph"))
+        patch.setattr("dcnet.training.state.make_optimizer", lambda *rest: make_optimizer(*rest[:3]))
+        patch.setattr("dcnet.training.state.Repeated", fails)
+        run = dcnet.train(recipe(**options), tmp_path / "run", device="cpu", quiet=True, callbacks=[noted])
+    assert noted.notes == [
+        "as a graph",
+        "steps are not repeated as a CUDA graph: operation not permitted when stream is capturing",
+    ]
+    same = dcnet.train(recipe(**options), tmp_path / "same", device="cpu", quiet=True)
+    assert losses(run) == losses(same)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_network_that_waits_for_the_device(tmp_path, monkeypatch):
+    """Cannot be recorded: training goes on without a graph."""
+    build = dcnet.models.create_model
+
+    def waits(*rest, **options):
+        model = build(*rest, **options)
+        model.register_forward_hook(lambda module, inputs, result: result * float(result.sum().item() == 7.0) + result)
+        return model
+
+    monkeypatch.setattr("dcnet.training.run.create_model", waits)
+    noted = Noted()
+    run = dcnet.train(recipe(epochs=3.0), tmp_path / "run", device="cuda", quiet=True, callbacks=[noted])
+    assert [text for text in noted.notes if "are not repeated as a CUDA graph" in text]
+    assert run.result

@@ -32,6 +32,8 @@ def _kinds(name: str) -> tuple[Any, ...]:
 def _flag(name: str) -> Any:
     """Return the type of a field's flag: text where None, a fraction or a list of numbers can be written."""
     kinds = _kinds(name)
+    if bool in kinds:  # a flag and its opposite; neither of them for None
+        return bool | None
     if types.NoneType in kinds or float in kinds or typing.get_origin(kinds[0]) is tuple:
         return str | None
     return kinds[0] | None
@@ -81,7 +83,7 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
     for entry in entries:
         default = "none" if entry.default is None else entry.default
         flag = f"--{entry.name.replace('_', '-')}"
-        switch = f"{flag}/--no-{flag[2:]}" if hints[entry.name] is bool else flag
+        switch = f"{flag}/--no-{flag[2:]}" if bool in _kinds(entry.name) else flag
         text = f"{entry.metadata['help']} Default: {default if default != () else 'none'}."
         known = _KNOWN.get(entry.name, entry.metadata["possible"])
         option = typer.Option(

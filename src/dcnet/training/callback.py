@@ -35,6 +35,9 @@ class Callback:
         It has epoch, step, lr, train_loss, train_accuracy, test_loss, test_accuracy, …
         """
 
+    def note(self, text: str) -> None:
+        """Run with a line for the user, about how the run is computed."""
+
     def end(self, run: Run) -> None:
         """Run once the run is finished and has its result."""
 
@@ -69,6 +72,10 @@ class Callbacks(Callback):
     def epoch(self, entry: dict[str, Any]) -> None:
         for part in self.parts:
             part.epoch(entry)
+
+    def note(self, text: str) -> None:
+        for part in self.parts:
+            part.note(text)
 
     def end(self, run: Run) -> None:
         for part in self.parts:

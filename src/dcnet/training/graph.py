@@ -11,9 +11,28 @@ from dcnet.training.recipe import Recipe
 BEFORE_CAPTURE = 11  # steps: PyTorch chooses algorithms in the first ones, and kernels are compiled
 
 
-def check_graphs(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise where a step cannot be recorded, with every reason."""
-    reasons = [
+def uses_graphs(recipe: Recipe, ranks: Ranks) -> tuple[bool, str]:
+    """Tell whether steps are to be repeated as a graph, and what to say about it: nothing if the recipe decides.
+
+    Raise, with every reason, where the recipe asks for what cannot be done.
+    """
+    if recipe.graphs is False:
+        return False, ""
+    reasons = reasons_against_graphs(recipe, ranks)
+    if recipe.graphs and reasons:
+        raise ValueError(
+            f"graphs=True does not go here: {'; '.join(reasons)}. Train without them: graphs=False, --no-graphs"
+        )
+    if recipe.graphs or ranks.device.type != "cuda":
+        return bool(recipe.graphs), ""
+    if reasons:
+        return False, f"steps are not repeated as a CUDA graph: {'; '.join(reasons)}"
+    return True, f"from step {BEFORE_CAPTURE + 1} on, steps are repeated as a CUDA graph; --no-graphs to do without"
+
+
+def reasons_against_graphs(recipe: Recipe, ranks: Ranks) -> list[str]:
+    """Return every reason why a step cannot be recorded."""
+    return [
         reason
         for applies, reason in (
             (ranks.device.type != "cuda", f"the device is {ranks.device.type}, and CUDA graphs need a GPU"),
@@ -27,10 +46,6 @@ def check_graphs(recipe: Recipe, ranks: Ranks) -> None:
         )
         if applies
     ]
-    if reasons:
-        raise ValueError(
-            f"graphs=True does not go here: {'; '.join(reasons)}. Train without them: graphs=False, --no-graphs"
-        )
 
 
 class Repeated:

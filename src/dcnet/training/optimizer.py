@@ -11,8 +11,10 @@ from dcnet.training.plain_kernels import ordinary_layers
 from dcnet.training.recipe import Recipe
 
 
-def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.Optimizer:
-    """Make Adam or SGD; the recipe says what decays."""
+def make_optimizer(
+    model: nn.Module, recipe: Recipe, device: torch.device, graphs: bool = False
+) -> torch.optim.Optimizer:
+    """Make Adam or SGD; the recipe says what decays. graphs: whether its steps will be recorded in a CUDA graph."""
     shortcuts = {
         p for unit in model.modules() if isinstance(unit, Unit) for p in unit.shortcut.parameters() if p.dim() > 1
     }
@@ -25,10 +27,10 @@ def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> to
         groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
     groups.append({"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0})
     groups = [group for group in groups if group["params"]]
-    rate: Any = torch.tensor(recipe.lr, device=device) if recipe.graphs else recipe.lr  # a graph reads it anew
+    rate: Any = torch.tensor(recipe.lr, device=device) if graphs else recipe.lr  # a graph reads it anew
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-    return torch.optim.Adam(groups, lr=rate, fused=True, capturable=recipe.graphs)
+    return torch.optim.Adam(groups, lr=rate, fused=True, capturable=graphs)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -30,6 +30,9 @@ class Lines(Callback):
     def epoch(self, entry: dict[str, Any]) -> None:
         _print(describe(entry))
 
+    def note(self, text: str) -> None:
+        _print(text)
+
 
 def say_finished(run: Run) -> None:
     """Say that there is nothing left to train, and how to train longer."""
@@ -86,7 +89,10 @@ class Bars(Callback):
 
     def epoch(self, entry: dict[str, Any]) -> None:
         self.rich.update(self.task, completed=entry["step"])
-        self.rich.console.print(describe(entry), highlight=False)
+        self.note(describe(entry))
+
+    def note(self, text: str) -> None:
+        self.rich.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         self.rich.stop()

@@ -165,7 +165,9 @@ class Recipe:
     precision: str = _option("float32", "Arithmetic: float32, tf32, bf16 or fp16.", "float32", "tf32", "bf16", "fp16")
     channels_last: bool = _option(False, "Memory order of the images.")
     compile: bool = _option(False, "Run the network through torch.compile.")
-    graphs: bool = _option(False, "Repeat the training step as a CUDA graph, on one GPU: no waiting for the host.")
+    graphs: bool | None = _option(
+        None, "Repeat the training step as a CUDA graph: no waiting for the host. None: where it can be done."
+    )
     deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
     seed: int = _option(0, "Of weights, order of the images, and augmentation.", low=0, below=2**32)
     evaluate_every: int = _option(1, "Epochs between evaluations; 0 for only one at the end.", low=0)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,7 @@ from dcnet.layers import WeightProjection, average_statistics_, orthogonal_penal
 from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.folder import same_but_length
-from dcnet.training.graph import BEFORE_CAPTURE, Repeated, check_graphs
+from dcnet.training.graph import BEFORE_CAPTURE, Repeated, uses_graphs
 from dcnet.training.loss import classification_loss
 from dcnet.training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from dcnet.training.plain_kernels import OrdinaryProjection
@@ -34,8 +35,8 @@ class TrainingState:
 
     def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks, start: Start) -> None:
         self.recipe, self.shape, self.ranks = recipe, shape, ranks
-        if recipe.graphs:
-            check_graphs(recipe, ranks)
+        self.graphs, self.of_graphs = uses_graphs(recipe, ranks)
+        self.say: Callable[[str], None] = lambda text: None
         model, self.conversion = start.model, start.conversion
         order = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.order: torch.memory_format = order
@@ -45,7 +46,7 @@ class TrainingState:
         self.net: nn.Module = torch.compile(self.model) if recipe.compile else self.model  # type: ignore[assignment]
         if ranks.world > 1:
             self.net = _together(self.net, ranks.device)
-        self.optimizer = make_optimizer(self.model, recipe, ranks.device)
+        self.optimizer = make_optimizer(self.model, recipe, ranks.device, self.graphs)
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=recipe.precision == "fp16")
         self.schedule = Schedule(recipe, steps)
         kind = OrdinaryProjection if recipe.plain_kernels == "projected" else WeightProjection
@@ -66,6 +67,7 @@ class TrainingState:
             str, Tensor
         ] = {}  # averages an evaluation at this step has used, for those who load the network
         self.graph: Repeated | None = None
+        self.counts = False  # whether the projection's steps are counted here, not by the optimizer's hook
         self.eager_steps = 0
         self.saved_step, self._saved_at, self._saving = -1, -math.inf, 0.0
 
@@ -78,21 +80,33 @@ class TrainingState:
             else:
                 group["lr"] = rate
         images = images.contiguous(memory_format=self.order)
-        if self.recipe.graphs and self.graph is None and self.eager_steps == BEFORE_CAPTURE:
-            self.optimizer.zero_grad(set_to_none=True)  # the graph has gradients of its own
-            if self.projection is not None:
-                self.projection.remove()  # the optimizer's hooks do not run in a graph
-            self.graph = Repeated(self._update, images, labels)
+        if self.graphs and self.graph is None and self.eager_steps == BEFORE_CAPTURE:
+            self._record(images, labels)
         if self.graph is not None:
             self.graph(images, labels)
-            if self.projection is not None:
-                self.projection.count()
         else:
             self._update(images, labels)
             self.eager_steps += 1
+        if self.projection is not None and self.counts:
+            self.projection.count()
         self.step += 1
         self.images += len(labels)
         self.calibrated = {}
+
+    def _record(self, images: Tensor, labels: Tensor) -> None:
+        """Record a step as a graph; where that fails and the recipe does not insist, say why and go on without."""
+        self.optimizer.zero_grad(set_to_none=True)  # the graph has gradients of its own
+        if self.projection is not None:
+            self.projection.remove()  # the optimizer's hooks do not run in a graph
+            self.counts = True
+        try:
+            self.graph = Repeated(self._update, images, labels)
+        except RuntimeError as error:
+            if self.recipe.graphs:
+                raise
+            self.graphs = False
+            self.optimizer.zero_grad(set_to_none=True)
+            self.say(f"steps are not repeated as a CUDA graph: {str(error).splitlines()[0]}")
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
         """Do the part of a step that runs on the device, which the host does not wait for."""

@@ -116,6 +116,9 @@ def _train(
     if ranks.first:
         run.keep_metrics(state.step)
     progress.begin(run, steps, state.step, per_epoch)
+    state.say = progress.note
+    if state.of_graphs:
+        progress.note(state.of_graphs)
 
     look_every = 1 if ranks.device.type == "cpu" else _LOOK
     started = time.perf_counter() - state.seconds
