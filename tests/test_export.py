@@ -1,18 +1,22 @@
 """Models for inference and export: the same numbers, few operations, checked files or none."""
 
 import copy
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import OPERATORS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import dcnet
 from dcnet.cli import app
 from dcnet.deploy import check, onnx_format, prepare
+from dcnet.formulas.catalogue import CATALOGUES
 from dcnet.layers import Block, Chain, Decoupled
 from dcnet.layers.inference import Inference
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
@@ -102,6 +106,54 @@ def test_formulas_of_ones_own_are_recorded(catalogue):
     )
     with torch.no_grad():
         torch.testing.assert_close(Inference(layer)(x), layer(x))
+
+
+def test_formulas_of_ones_own_are_in_the_weights_and_not_executed_unasked(tmp_path, catalogue):
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import dcnet\n\n\n@dcnet.magnitude\ndef softened(n, rho, alpha: dcnet.positive = 1.0):\n"
+        '    """α·n/(n + ρ)"""\n    s = 1.0 / (n + rho)\n'
+        "    return alpha * n * s, alpha * rho * s * s, -alpha * n * s * s\n"
+    )
+    exec(compile(source.read_text(), str(source), "exec"), {"__name__": "mine"})
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+
+    x = torch.randn(2, 3, 8, 8)
+    model = build()
+    dcnet.decouple_(model, "softened:alpha=2", where="2")
+    expected, file = model(x), tmp_path / "model.safetensors"
+    dcnet.export(model, file)
+    assert torch.equal(dcnet.load_weights_(build(), file)(x), expected)
+    with pytest.raises(ValueError, match=r"build that model, then dcnet.load_weights_\(model, path\)"):
+        dcnet.load(file)
+    CATALOGUES["magnitude"].pop("softened")
+    source.unlink()
+    plain = build()
+    message = (
+        r"model.safetensors was exported with the magnitude function 'softened', which is not known here. "
+        r"Give the file that defines it: --formulas FILE, or import it in Python. .*trust_formulas=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        dcnet.load_weights_(plain, file)
+    assert "softened" not in dcnet.magnitudes()
+    assert type(plain[2]) is nn.Conv2d
+    again = dcnet.load_weights_(plain, file, trust_formulas=True)
+    assert torch.equal(again(x), expected)
+    # its source can still be read: by Triton, and to be written into the next file
+    assert "s = 1.0 / (n + rho)" in inspect.getsource(dcnet.magnitudes()["softened"].function)
+    dcnet.export(again, tmp_path / "again.safetensors")
+    with safe_open(file, "pt") as one, safe_open(tmp_path / "again.safetensors", "pt") as other:
+        metadata = one.metadata()
+        assert metadata["formulas"] == other.metadata()["formulas"]
+    # a copy that was changed is not executed
+    tensors = load_file(file)
+    CATALOGUES["magnitude"].pop("softened")
+    save_file(tensors, file, metadata | {"formulas": metadata["formulas"] + "raise SystemExit\n"})
+    with pytest.raises(ValueError, match="was changed after training had written it"):
+        dcnet.load_weights_(build(), file, trust_formulas=True)
 
 
 class Custom(nn.Module):

@@ -62,8 +62,8 @@ class Recipe:
     radius: str = _option("learned", "Operator radius: learned, or a number.")
     where: tuple[str, ...] = _option(
         (),
-        "Which layers to decouple, of those that would be without it: patterns of names such as 'layer[1-4].*.conv2', "
-        "or '!stem*' for all others; 'spatial' (kernels larger than 1×1), 'not-first', 'not-depthwise', 'all' (gates "
+        "Which layers to decouple, of those that would be without it: patterns of names such as `layer[1-4].*.conv2`, "
+        "or `!stem*` for all others; spatial (kernels larger than 1×1), not-first, not-depthwise, all (gates "
         "too). Patterns add up, everything else takes away.",
     )
     norm: str | None = _option(

@@ -1,7 +1,6 @@
 """Weights in files: safetensors with recipe and formulas in their metadata, and those of others; never pickles."""
 
 import json
-import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dcnet.deploy.weights import FORMAT as CONVERTED
+from dcnet.formulas.sources import check_source, execute_source
 from dcnet.robustness.records import check_up_at, eps_of
 from dcnet.training.checkpoint import FORMAT as CHECKPOINT
 from dcnet.training.own_formulas import FILE as FORMULAS
-from dcnet.training.own_formulas import check_formulas
-from dcnet.training.own_formulas import trust_formulas as execute_formulas
+from dcnet.training.own_formulas import names_of
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import recorded
 from dcnet.training.run import Run, build_model
@@ -109,8 +109,12 @@ def load_file(path: Path, *, trust_formulas: bool = False) -> nn.Module:
 def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     """Return what a file of `save_weights` says of its network: recipe, shape, result, conversion, robustness."""
     if metadata.get("format") != WEIGHTS:
+        hint = ""
+        if metadata.get("format") == CONVERTED:
+            hint = "; it has the weights of any model: build that model, then dcnet.load_weights_(model, path)"
         raise ValueError(
-            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}"
+            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected "
+            f"{WEIGHTS!r}{hint}"
         )
     try:
         about = json.loads(metadata["about"])
@@ -123,15 +127,9 @@ def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 def check_own_formulas(path: Path, text: str | None, recipe: Recipe, trust: bool = False) -> None:
     """Check formulas of one's own against those known here, or execute the file's own where it is trusted."""
-    with tempfile.TemporaryDirectory() as folder:
-        if text is not None:
-            (Path(folder) / FORMULAS).write_text(text, encoding="utf-8")
-        try:
-            if trust:
-                execute_formulas(Path(folder))
-            check_formulas(Path(folder), recipe)
-        except ValueError as error:
-            raise type(error)(str(error).replace(folder, str(path))) from None
+    if trust and text is not None:
+        execute_source(text, f"{path}: {FORMULAS}")
+    check_source(text, names_of(recipe), path, f"{path}: {FORMULAS}")
 
 
 def find_weights(name: str) -> Source:
