@@ -4,7 +4,7 @@ import json
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,20 +29,22 @@ _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar")
 _EXTRAS = ("raw_", "running_norm", "num_batches_tracked")  # that only decoupled layers (and BatchNorm) have
 
 
-def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
-    """Write the weights of a run's network to a file that `load` reads.
+class Trained(NamedTuple):
+    """A trained network, what is known of it (recipe, shape, result, conversion, robustness), and its own formulas."""
 
-    It has recipe and formulas, but no state of the optimizer. bf16: parameters in bfloat16, half as large;
-    running averages keep their dtype.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    model = run.model
-    parameters = {name for name, _ in model.named_parameters()} if bf16 else set()
-    tensors = {
-        name: (tensor.to(torch.bfloat16) if name in parameters else tensor).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    where = run.recipe.pretrained
+    model: nn.Module
+    about: dict[str, Any]
+    formulas: str | None
+
+
+def trained_by(run: Run) -> Trained:
+    """Return the network of a run."""
+    if not run.checkpoint.is_file():
+        raise FileNotFoundError(
+            f"{run.folder} has no weights, as there is no {run.checkpoint.name}; of a table's cell, --keep-weights "
+            "keeps them in a file of their own"
+        )
+    where, own = run.recipe.pretrained, run.folder / FORMULAS
     about = {
         "recipe": asdict(run.recipe) | {"pretrained": where and Path(where).name},  # not where it lay on this machine
         "shape": run.shape,
@@ -50,15 +52,48 @@ def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
         "conversion": run.conversion,
         "robustness": robustness_of(run),
     }
+    return Trained(run.model, about, own.read_text(encoding="utf-8") if own.is_file() else None)
+
+
+def trained_in(path: Path, *, trust_formulas: bool = False) -> Trained:
+    """Return the network of a file of `save_weights`, in evaluation mode."""
+    tensors, metadata = read_weights(path)
+    about, formulas = about_of(path, metadata), metadata.get("formulas")
+    recipe = recorded(about["recipe"])
+    check_own_formulas(path, formulas, recipe, trust_formulas)
+    model = build_model(recipe, about["shape"], about.get("conversion"))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
+    return Trained(model.eval(), about, formulas)
+
+
+def save_weights(trained: Run | Trained, path: Path, bf16: bool = False) -> None:
+    """Write the weights of a run's network to a file that `load` reads.
+
+    It has recipe and formulas, but no state of the optimizer. bf16: parameters in bfloat16, half as large;
+    running averages keep their dtype.
+    """
+    model, about, formulas = trained_by(trained) if isinstance(trained, Run) else trained
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parameters = {name for name, _ in model.named_parameters()} if bf16 else set()
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if name in parameters else tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     metadata = {"format": WEIGHTS, "about": json.dumps(about)}
-    if (run.folder / FORMULAS).is_file():
-        metadata["formulas"] = (run.folder / FORMULAS).read_text(encoding="utf-8")
-    write_atomically(path, save(tensors, metadata))
+    write_atomically(path, save(tensors, metadata if formulas is None else metadata | {"formulas": formulas}))
 
 
 def robustness_of(run: Run) -> dict[str, Any] | None:
     """Return a summary of the attacks on a run, accuracies and the verdict of the check-up; None without attacks."""
-    records = [record for record in run.attacks if not record["transfer"]]
+    return summary_of(run.attacks)
+
+
+def summary_of(attacks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a summary of records of attacks, of those made on the network itself."""
+    records = [record for record in attacks if not record["transfer"]]
     if not records:
         return None
     last = records[-1]
@@ -90,20 +125,6 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def load_file(path: Path, *, trust_formulas: bool = False) -> nn.Module:
-    """Return the network of a file of `save_weights`, in evaluation mode."""
-    tensors, metadata = read_weights(path)
-    about = about_of(path, metadata)
-    recipe = recorded(about["recipe"])
-    check_own_formulas(path, metadata.get("formulas"), recipe, trust_formulas)
-    model = build_model(recipe, about["shape"], about.get("conversion"))
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
-    return model.eval()
 
 
 def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
