@@ -172,12 +172,21 @@ def test_gates_are_known(name):
     assert gates - set(pooled) == set()
 
 
-@pytest.mark.parametrize("name", ["timm:resnet18", "timm:tf_efficientnet_b0", "timm:regnety_002", "smp:Unet"])
-def test_converted_networks_go_to_onnx(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [
+        ("timm:resnet18", ("tanh", "cosine")),
+        ("timm:resnet18", ("seg", "square_cosine")),
+        ("timm:tf_efficientnet_b0", ("tanh", "cosine")),
+        ("timm:regnety_002", ("tanh", "cosine")),
+        ("smp:Unet", ("tanh", "cosine")),
+    ],
+)
+def test_converted_networks_go_to_onnx(name, operator, tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model, x = build(name)
-    report = dcnet.decouple_(model, "tanh", example_input=x)
+    report = dcnet.decouple_(model, *operator, example_input=x)
     with torch.no_grad():
         model.train()(x)
     exported = dcnet.export(model.eval(), tmp_path / "model.onnx", example_input=x)

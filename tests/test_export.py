@@ -1,18 +1,22 @@
 """Models for inference and export: the same numbers, few operations, checked files or none."""
 
 import copy
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import OPERATORS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import dcnet
 from dcnet.cli import app
 from dcnet.deploy import check, onnx_format, prepare
+from dcnet.formulas.catalogue import CATALOGUES
 from dcnet.layers import Block, Chain, Decoupled
 from dcnet.layers.inference import Inference
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
@@ -62,11 +66,43 @@ def test_inference_computes_what_the_layer_does(magnitude, angular, weighting):
                 torch.testing.assert_close(Inference(layer).fold_(norm)(x), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("radius", ["learned", 1.5])
+@pytest.mark.parametrize("weighting", [None, "linear"])
+@pytest.mark.parametrize("angular", ["cosine", "square_cosine"])
+@pytest.mark.parametrize(
+    "magnitude", ["ball:alpha=2", "seg:alpha=2,beta=0.5", "seg:alpha=0.5,beta=2", "linear:alpha=3"]
+)
+def test_epilogues_by_inverse_norms(magnitude, angular, weighting, radius):
+    """h(n)/n as a function of 1/n, cut off from above or from below; dims, unbatched input, and patches of zeros."""
+    radius = {} if magnitude.startswith("linear") else {"radius": radius}
+    options = {"magnitude": magnitude, "angular": angular, "weighting": weighting, **radius}
+    for make, shape in (
+        (lambda: dcnet.DecoupledConv2d(4, 6, 3, padding=1, bias=True, **options), (4, 7, 7)),
+        (lambda: dcnet.DecoupledConv1d(4, 6, 1, **options), (2, 4, 9)),
+        (lambda: dcnet.DecoupledLinear(4, 6, **options), (5, 4)),
+    ):
+        x = 2.0 * torch.randn(shape).double()
+        x[..., :3] = 0.0
+        layer = settled(make().double(), x)
+        if layer.operator.is_inner_product:
+            return
+        lean = Inference(layer)
+        assert lean.inverse
+        with torch.no_grad():
+            torch.testing.assert_close(lean(x), layer(x), rtol=1e-9, atol=1e-9)
+            half = Inference(layer.float()).half()(x.half())
+        torch.testing.assert_close(half.float(), layer(x.float()).detach(), rtol=2e-2, atol=2e-2)
+    # what has another form: no eps, groups, and weightings that bend
+    for other in ({"eps": 0.0}, {"groups": 2}, {"weighting": "joint"}, {"weighting": "separate"}):
+        if not (magnitude.startswith("linear") and angular == "cosine"):
+            assert not Inference(dcnet.DecoupledConv2d(4, 6, 3, **options | other).eval()).inverse
+
+
 @pytest.mark.parametrize("magnitude", ["sphere", "ball", "tanh", "log", "mix", "seg"])
 def test_few_operations(magnitude):
     layer = settled(dcnet.DecoupledConv2d(4, 6, 3, magnitude=magnitude), torch.randn(2, 4, 7, 7))
     # besides: the convolution, squares, their sums over channels and windows, the root, and a shift by BatchNorm
-    assert operations(Inference(layer).epilogue) <= 6
+    assert operations(Inference(layer).epilogue) <= {"ball": 2, "seg": 3}.get(magnitude, 6)
     same = dcnet.DecoupledConv2d(4, 6, 3, magnitude="tanh", radius=2.0).eval()
     assert not list(Inference(same).epilogue.buffers())  # one radius for all kernels is a number
 
@@ -102,6 +138,54 @@ def test_formulas_of_ones_own_are_recorded(catalogue):
     )
     with torch.no_grad():
         torch.testing.assert_close(Inference(layer)(x), layer(x))
+
+
+def test_formulas_of_ones_own_are_in_the_weights_and_not_executed_unasked(tmp_path, catalogue):
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import dcnet\n\n\n@dcnet.magnitude\ndef softened(n, rho, alpha: dcnet.positive = 1.0):\n"
+        '    """α·n/(n + ρ)"""\n    s = 1.0 / (n + rho)\n'
+        "    return alpha * n * s, alpha * rho * s * s, -alpha * n * s * s\n"
+    )
+    exec(compile(source.read_text(), str(source), "exec"), {"__name__": "mine"})
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+
+    x = torch.randn(2, 3, 8, 8)
+    model = build()
+    dcnet.decouple_(model, "softened:alpha=2", where="2")
+    expected, file = model(x), tmp_path / "model.safetensors"
+    dcnet.export(model, file)
+    assert torch.equal(dcnet.load_weights_(build(), file)(x), expected)
+    with pytest.raises(ValueError, match=r"build that model, then dcnet.load_weights_\(model, path\)"):
+        dcnet.load(file)
+    CATALOGUES["magnitude"].pop("softened")
+    source.unlink()
+    plain = build()
+    message = (
+        r"model.safetensors was exported with the magnitude function 'softened', which is not known here. "
+        r"Give the file that defines it: --formulas FILE, or import it in Python. .*trust_formulas=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        dcnet.load_weights_(plain, file)
+    assert "softened" not in dcnet.magnitudes()
+    assert type(plain[2]) is nn.Conv2d
+    again = dcnet.load_weights_(plain, file, trust_formulas=True)
+    assert torch.equal(again(x), expected)
+    # its source can still be read: by Triton, and to be written into the next file
+    assert "s = 1.0 / (n + rho)" in inspect.getsource(dcnet.magnitudes()["softened"].function)
+    dcnet.export(again, tmp_path / "again.safetensors")
+    with safe_open(file, "pt") as one, safe_open(tmp_path / "again.safetensors", "pt") as other:
+        metadata = one.metadata()
+        assert metadata["formulas"] == other.metadata()["formulas"]
+    # a copy that was changed is not executed
+    tensors = load_file(file)
+    CATALOGUES["magnitude"].pop("softened")
+    save_file(tensors, file, metadata | {"formulas": metadata["formulas"] + "raise SystemExit\n"})
+    with pytest.raises(ValueError, match="was changed after training had written it"):
+        dcnet.load_weights_(build(), file, trust_formulas=True)
 
 
 class Custom(nn.Module):
@@ -337,6 +421,49 @@ def test_onnx(onnx, tmp_path, half):
     assert str(tmp_path.parent).encode() not in (tmp_path / "model.onnx").read_bytes()
     assert b"test_export.py" not in (tmp_path / "model.onnx").read_bytes()  # nothing of the source it came from
     assert list(tmp_path.iterdir()) == [tmp_path / "model.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("magnitude", "angular", "nodes"),
+    [("tanh", "cosine", 9), ("ball", "cosine", 7), ("seg", "cosine", 8), ("seg", "square_cosine", 11)],
+)
+def test_onnx_nodes_of_one_layer(onnx, tmp_path, magnitude, angular, nodes):
+    """With the shift of a BatchNorm; and the norms of a map that two layers take are computed once."""
+    torch.manual_seed(0)
+    one = nn.Sequential(dcnet.DecoupledConv2d(4, 6, 3, magnitude=magnitude, angular=angular), nn.BatchNorm2d(6))
+    x = torch.randn(2, 4, 9, 9)
+    settled(one[0], x)
+    with torch.no_grad():
+        one.train()(x)
+    report = dcnet.export(one.eval(), tmp_path / "one.onnx", example_input=x)
+    assert report.nodes == nodes
+    kinds = [node.op_type for node in onnx.load(tmp_path / "one.onnx").graph.node]
+    assert kinds.count("ReduceSumSquare") == 1
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = one, copy.deepcopy(one)
+
+        def forward(self, x):
+            return self.a(x) + self.b(2.0 * x).exp() + self.b(x)
+
+    report = dcnet.export(Two().eval(), tmp_path / "two.onnx", example_input=x)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "two.onnx").graph.node]
+    assert kinds.count("ReduceSumSquare") == 2
+    assert max(one.error for one in report.checked) < 1e-6
+
+
+def test_onnx_squares_that_others_take_too_stay(onnx, tmp_path):
+    class Squares(nn.Module):
+        def forward(self, x):
+            squares = x * x
+            return squares.sum(1), squares, (x * (x + 1.0)).sum(1)
+
+    x = torch.randn(2, 3, 4)
+    dcnet.export(Squares(), tmp_path / "model.onnx", example_input=x)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert (kinds.count("ReduceSum"), kinds.count("ReduceSumSquare")) == (2, 0)
 
 
 def test_onnx_of_a_run_from_the_command_line(onnx, tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """Trained networks by name, files of weights that describe themselves, the Hugging Face hub, and model cards."""
 
+import importlib.util
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,55 @@ def test_a_run_goes_into_a_folder_and_comes_out(run, tmp_path, monkeypatch):
     assert add_to_hub(run, "small-seg", tmp_path) == path  # again: replaced, not repeated
     assert len(json.loads((tmp_path / "index.json").read_text())) == 1
     assert hub_folders()[0] == tmp_path
+
+
+def add_model():
+    spec = importlib.util.spec_from_file_location("add_model", Path(__file__).parent.parent / "tools" / "add_model.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def test_the_page_lists_what_comes_with_dcnet():
+    tool = add_model()
+    assert tool.table(tool.HUB) in tool.PAGE.read_text()
+
+
+def test_the_tool_adds_runs_and_files_of_weights(run, tmp_path, monkeypatch, capsys):
+    """A file as `dcnet table --keep-weights` writes it, without attacks on record; then with some made now."""
+    monkeypatch.setenv("DCNET_HUB", str(tmp_path / "hub"))
+    tool = add_model()
+
+    def add(*arguments):
+        tool.main([*map(str, arguments), "--folder", str(tmp_path / "hub")])
+        return capsys.readouterr().out
+
+    assert "note: there is no attack on record" in add(run.folder, "of-a-run")
+    save_weights(run, tmp_path / "kept.safetensors")
+    assert "note: there is no attack on record" in add(tmp_path / "kept.safetensors", "of-a-file")
+    entries = dcnet.trained_models()
+    assert entries["of-a-file"]["robustness"] is None
+    assert entries["of-a-file"]["sha256"] == entries["of-a-run"]["sha256"]
+    assert torch.equal(load("hub:of-a-file")(images()), load("hub:of-a-run")(images()))
+    assert "check-up" not in add(tmp_path / "kept.safetensors", "attacked", "--attack", 20)
+    found = dcnet.trained_models()["attacked"]["robustness"]
+    assert found["images"] == 20
+    assert set(found["attacks"]) == {"fgsm", "pgd"}
+    assert found["verdict"]
+    card = model_card(json.loads(safe_open(tmp_path / "hub" / "attacked.safetensors", "pt").metadata()["about"]))
+    assert f"Check-up: {found['verdict']}" in card
+    # a record of a run, without its weights
+    (tmp_path / "record").mkdir()
+    for name in ("recipe.json", "result.json"):
+        (tmp_path / "record" / name).write_bytes((run.folder / name).read_bytes())
+    for source, words in (
+        (tmp_path / "record", "has no weights, as there is no checkpoint.safetensors.*--keep-weights"),
+        (tmp_path / "nothing.safetensors", "there is no file"),
+        (tmp_path, "is not a run folder"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            add(source, "wrong")
+    assert "wrong" not in dcnet.trained_models()
 
 
 def test_a_damaged_folder_is_said_to_be_one(run, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The eager path against the reference, over every operator and fuzzed geometries."""
 
+from unittest import mock
+
 import pytest
 import torch
 from helpers import OPERATORS, Case, as_float64, assert_close, assert_within_rule, cases, operands, run
@@ -96,3 +98,28 @@ def test_norms_are_not_rounded_under_autocast():
         norm = dcnet.patch_norm(x, 3, padding=1)
     assert norm.dtype == torch.float32
     assert torch.equal(norm, dcnet.patch_norm(x, 3, padding=1))
+
+
+@pytest.mark.parametrize("slices", [False, True])
+@settings(max_examples=40)
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_ordinary_operations_equal_reference_in_float64(slices, case, seed):
+    """What torch.compile, function transforms and exporters see: norms by pooling, or by sums of slices."""
+    tensors = operands(case, "tanh", "cosine", seed=seed)
+    expected = run(case, tensors, "tanh", "cosine", None, "reference", "batch")
+    with (
+        mock.patch("dcnet.ops.dispatch.only_ordinary_operations", return_value=True),
+        mock.patch("dcnet.ops.norms.recorded_by_jit", return_value=slices),
+    ):
+        actual = run(case, tensors, "tanh", "cosine", None, "eager", "batch")
+    assert_close(actual, expected, 1e-10)
+
+
+def test_ordinary_operations_square_half_precision_in_float32():
+    import dcnet
+
+    x = (100.0 * torch.randn(2, 8, 6, 6)).bfloat16()
+    with mock.patch("dcnet.ops.dispatch.only_ordinary_operations", return_value=True):
+        norm = dcnet.patch_norm(x, 3, padding=1)
+        assert torch.equal(norm, dcnet.patch_norm(x.float(), 3, padding=1))
+    assert norm.dtype == torch.float32

@@ -80,6 +80,23 @@ def test_deepfool_finds_the_boundary(linear, norm, dual):
     assert torch.allclose(change.norm(dim=1) if norm == "l2" else change.abs().amax(1), sizes)
 
 
+@pytest.mark.parametrize(("norm", "dual"), [("l2", 2), ("linf", 1)])
+def test_deepfool_takes_the_nearest_of_several_boundaries(norm, dual):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).double().eval()
+    images = 0.3 + 0.4 * torch.rand(40, 3, 2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(images)
+    labels = logits.argmax(1)
+    gaps = logits.gather(1, labels[:, None]) - logits
+    slopes = (model[1].weight[None] - model[1].weight[labels][:, None]).norm(p=dual, dim=2)
+    distances = torch.where(gaps > 0.0, gaps / slopes, float("inf")).amin(1)
+    keep = distances < 0.1  # reached within [0, 1]
+    assert keep.sum() > 10
+    _, sizes = deepfool(model, images, labels, norm=norm)
+    assert torch.allclose(sizes[keep], 1.02 * distances[keep], rtol=1e-2, atol=2e-4)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A plain network on digits, and its test images."""

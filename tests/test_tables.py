@@ -133,7 +133,7 @@ def test_a_table_from_end_to_end(tmp_path):
     for record in records:
         run = dcnet.Run(tmp_path / record["run"])  # a cell is a run folder
         assert run.accuracy == pytest.approx(100.0 - record["error"], abs=1e-3)
-        assert asdict(run.recipe) | {"milestones": list(run.recipe.milestones)} == record["recipe"]
+        assert json.loads(run.recipe.to_json()) == record["recipe"]
         weights = tmp_path / "weights" / f"{record['run']}.safetensors"
         if weights.is_file():
             kept, loaded = dcnet.load(weights).state_dict(), run.model.state_dict()
@@ -331,6 +331,12 @@ def test_an_attacked_table(tmp_path):
     assert f"| {attacked['attacks']['fgsm']:.2f} |" in row
     again = call("table", "black-box", *arguments, *cells)
     assert again.output.strip() == ""  # nothing is missing
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text("".join(line + "\n" for line in ledger.read_text().splitlines()[:2]))
+    assert call("table", "black-box", *arguments, *cells).exit_code == 0
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    # the attack again, but no training: its networks are there
+    assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
     clean = call("table", "black-box", *arguments, "--match", "Natural: no attack, TanhConv", "--list")
     assert "done     Natural: no attack, TanhConv, seed 0" in clean.output
 

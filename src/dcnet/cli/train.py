@@ -17,6 +17,7 @@ from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.data import NAMES
 from dcnet.formulas import angulars, magnitudes, parse_number
 from dcnet.inspection import inspect_run
+from dcnet.layers.selection import PRESETS
 from dcnet.models import is_external, list_models, trust_model
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, change, make_recipe, read_recipe
 from dcnet.training import train as train_recipe
@@ -29,11 +30,18 @@ def _kinds(name: str) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
+def _is_names(name: str) -> bool:
+    """Tell whether a field is a list of names, whose flag can be given several times."""
+    return bool(hints[name] == tuple[str, ...])
+
+
 def _flag(name: str) -> Any:
     """Return the type of a field's flag: text where None, a fraction or a list of numbers can be written."""
     kinds = _kinds(name)
     if bool in kinds:  # a flag and its opposite; neither of them for None
         return bool | None
+    if _is_names(name):
+        return list[str] | None
     if types.NoneType in kinds or float in kinds or typing.get_origin(kinds[0]) is tuple:
         return str | None
     return kinds[0] | None
@@ -45,6 +53,9 @@ _WORDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 def value_of_flag(name: str, given: Any) -> Any:
     """Return what a flag says, as the field takes it."""
     kinds = _kinds(name)
+    if _is_names(name):
+        names = [part.strip() for text in ([given] if isinstance(given, str) else given) for part in text.split(",")]
+        return () if names == ["none"] else tuple(names)
     if types.NoneType in kinds and given == "none":
         return None
     try:
@@ -57,7 +68,13 @@ def value_of_flag(name: str, given: Any) -> Any:
         raise typer.BadParameter(f"{given!r} is not {wanted}", param_hint=f"--{name.replace('_', '-')}") from None
 
 
-_KNOWN = {"data": NAMES, "model": list_models(), "magnitude": ["none", *magnitudes()], "angular": list(angulars())}
+_KNOWN = {
+    "where": PRESETS,
+    "data": NAMES,
+    "model": list_models(),
+    "magnitude": ["none", *magnitudes()],
+    "angular": list(angulars()),
+}
 
 
 def _completion(known: Iterable[str]) -> Callable[[str], list[str]] | None:
@@ -75,7 +92,7 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
         given = {
             entry.name: value_of_flag(entry.name, values[entry.name])
             for entry in entries
-            if values[entry.name] is not None
+            if values[entry.name] is not None and values[entry.name] != []
         }
         command(given=given, **{p.name: values[p.name] for p in own})
 
@@ -84,7 +101,8 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
         default = "none" if entry.default is None else entry.default
         flag = f"--{entry.name.replace('_', '-')}"
         switch = f"{flag}/--no-{flag[2:]}" if bool in _kinds(entry.name) else flag
-        text = f"{entry.metadata['help']} Default: {default if default != () else 'none'}."
+        several = " Several flags, or commas between them." if _is_names(entry.name) else ""
+        text = f"{entry.metadata['help']}{several} Default: {default if default != () else 'none'}."
         known = _KNOWN.get(entry.name, entry.metadata["possible"])
         option = typer.Option(
             switch, help=text, rich_help_panel="Recipe", show_default=False, autocompletion=_completion(known)

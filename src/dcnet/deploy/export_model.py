@@ -127,7 +127,7 @@ def export(
     if to == "safetensors":
         if half:
             raise ValueError("half=True: safetensors hold the weights as they are; call model.half() first")
-        data = save_model_weights(model)
+        data = save_model_weights(model, path)
         report = ExportReport(path, to, len(data), 0.0)
     else:
         if to == "onnx":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from dcnet.deploy.check import Arguments, Runner, tensors
+from dcnet.deploy.onnx_rewrites import rewrite_
 from dcnet.deploy.programs import quiet
 from dcnet.layers import conversion_of
 from dcnet.version import __version__
@@ -37,6 +38,7 @@ def make_onnx(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[A
         )
     assert made is not None
     proto = made.model_proto
+    rewrite_(proto.graph)
     # what the exporter notes down about each operation, paths of source files included, is larger than the graph
     for part in (proto.graph, *proto.functions):
         for one in (part, *part.node):

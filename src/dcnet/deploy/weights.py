@@ -5,6 +5,7 @@ Together they are enough to make the converted model again from the plain one.
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,42 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dcnet.formulas.sources import FILE, check_source, execute_source, formula_names, source_of
 from dcnet.layers import conversion_of, restore_conversion_
 from dcnet.version import __version__
 
 FORMAT = "dcnet converted 1"
 
 
-def save_model_weights(model: nn.Module) -> bytes:
-    """Return the file that `load_weights_` reads."""
+def save_model_weights(model: nn.Module, path: Path) -> bytes:
+    """Return the file that `load_weights_` reads; formulas that do not come with dcnet are in it as source."""
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    about = {"version": __version__, "model": type(model).__name__, "conversion": conversion_of(model)}
-    return save(tensors, {"format": FORMAT, "about": json.dumps(about, ensure_ascii=False)})
+    conversion = conversion_of(model)
+    about = {"version": __version__, "model": type(model).__name__, "conversion": conversion}
+    metadata = {"format": FORMAT, "about": json.dumps(about, ensure_ascii=False)}
+    source = source_of(_formulas(conversion), path)
+    return save(tensors, metadata if source is None else metadata | {"formulas": source})
 
 
-def load_weights_(model: nn.Module, path: str | Path) -> nn.Module:
+def _formulas(conversion: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    return formula_names((str(how["magnitude"]), str(how["angular"])) for how in conversion.values())
+
+
+def load_weights_(model: nn.Module, path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     """Convert a plain model as the one in the file was, load its weights, and return it.
 
-    A file never executes anything. If it does not fit nothing is changed.
+    A file executes nothing unless `trust_formulas` says so. If it does not fit nothing is changed.
 
     Args:
         model: the same architecture, built anew, not converted yet (or converted in the same way).
         path: a file that `dcnet.export` has written, ending in .safetensors.
+        trust_formulas: execute the copy of your own formulas in the file, if they are not registered here.
     """
-    tensors, about = _read(Path(path))
+    tensors, about, source = _read(Path(path))
     conversion = about["conversion"]
+    if trust_formulas and source is not None:
+        execute_source(source, f"{path}: {FILE}")
+    check_source(source, _formulas(conversion), path, f"{path}: {FILE}", made="exported")
     trial = copy.deepcopy(model)
     try:
         if conversion_of(trial) != conversion:
@@ -57,7 +70,7 @@ def load_weights_(model: nn.Module, path: str | Path) -> nn.Module:
     return model
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -73,9 +86,10 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         about = json.loads(metadata["about"])
         assert isinstance(about["conversion"], dict)
-    except (KeyError, ValueError, TypeError, AssertionError) as error:
+        _formulas(about["conversion"])
+    except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"{path} is damaged: its metadata cannot be read") from error
-    return tensors, about
+    return tensors, about, metadata.get("formulas")
 
 
 def _some(names: list[str]) -> str:

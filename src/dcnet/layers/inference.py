@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
-from dcnet.layers.recording import Vectors, degree_in_dot, record_epilogue
+from dcnet.layers.recording import Vectors, degree_in_dot, record_epilogue, takes_inverse
 from dcnet.ops import Geometry, compute_dtype, convolve, kernel_norm
 from dcnet.util.compat import BatchNorm
 
@@ -70,7 +70,8 @@ class Inference(nn.Module):
             vectors = vectors._replace(factor=None)
         with torch.no_grad():
             self.weight.copy_(kernel.to(dtype))
-        self.epilogue = record_epilogue(self.operator, vectors, self.geometry.dims, self.eps)
+        self.inverse = takes_inverse(self.operator, vectors, self.eps, self.geometry.groups)
+        self.epilogue = record_epilogue(self.operator, vectors, self.geometry.dims, self.eps, self.inverse)
 
     def _sums(self) -> None:
         """Make the kernels of ones that sum squares, over the channels of a group and over the window of a patch."""
@@ -94,7 +95,7 @@ class Inference(nn.Module):
         self.register_buffer("group_of", of if groups > 1 and kernels > 1 else None, persistent=False)
 
     def norms(self, x: Tensor) -> Tensor:
-        """Return ‖x‖ of every patch: (N, 1, …), or (N, out_channels, …) with groups."""
+        """Return ‖x‖ of every patch, or 1/‖x‖ if `self.inverse`: (N, 1, …), or (N, out_channels, …) with groups."""
         where, dim = self.geometry, -1 - self.geometry.dims
         exact = x.to(self.unit.dtype)
         squares = exact * exact
@@ -107,7 +108,7 @@ class Inference(nn.Module):
             squares = squares + self.eps if self.eps else squares
         else:
             squares = convolve(squares, self.window, self.window_bias, where)
-        norm = squares.sqrt()
+        norm = squares.pow(-0.5) if self.inverse else squares.sqrt()  # one operation of ONNX, where rsqrt is two
         return norm if self.group_of is None else norm.index_select(dim, self.group_of)
 
     def forward(self, input: Tensor) -> Tensor:

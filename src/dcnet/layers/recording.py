@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from dcnet.formulas import Choice
 from dcnet.formulas.angulars import cosine, power_cosine, relu_cosine, square_cosine
+from dcnet.formulas.magnitudes import ball, linear, seg
 from dcnet.ops import Operator
 
 # Not harmed by a rounding error beyond ±1. asin is not defined there, nor may a function be that is not known here.
@@ -37,10 +40,50 @@ def degree_in_dot(operator: Operator) -> float | None:
     return degrees.get(function)
 
 
-def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float) -> fx.GraphModule:
+def _ball_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
+    """α·min(n, ρ)/(ρ·n) = α·min(1/n, 1/ρ)"""
+    return _smaller(i, 1.0 / rho) * choice.value("alpha", 1.0)
+
+
+def _linear_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
+    """α·n/n"""
+    return choice.value("alpha", 1.0)
+
+
+def _seg_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
+    """β + (α − β)·min(1, ρ/n): the straight line β + (α − β)·ρ/n, cut off at α"""
+    alpha, beta = choice.value("alpha", 1.0), choice.value("beta", 0.5)
+    slope = (alpha - beta) * rho
+    if isinstance(slope, Tensor):  # one convolution of the map of 1/n, which onnxruntime cuts off in the same pass
+        convolution = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
+        line = convolution(i, slope.reshape(-1, *[1] * (dims + 1)), torch.full((len(slope),), beta).to(slope))
+    else:
+        line = i * slope + beta
+    return line.clamp(max=alpha) if alpha >= beta else line.clamp(min=alpha)
+
+
+# h(n)/n in terms of 1/n, where that takes fewer operations than h(n) in terms of n
+_BY_INVERSE: dict[Any, Any] = {ball: _ball_by_inverse, linear: _linear_by_inverse, seg: _seg_by_inverse}
+
+
+def takes_inverse(operator: Operator, vectors: Vectors, eps: float, groups: int) -> bool:
+    """Tell whether the epilogue is one of 1/‖x‖ instead of ‖x‖: h·g is (h/n)·⟨w, x⟩, and for a square · |cos θ|.
+
+    eps keeps norms from 0; with several groups, a group's map of norms is not one convolution away from its kernels.
+    """
+    magnitude = operator.magnitude
+    known = (
+        magnitude.formula.function in _BY_INVERSE and not magnitude.learned and operator.weighting in (None, "linear")
+    )
+    return known and degree_in_dot(operator) in (1.0, 2.0) and vectors.gain is None and eps > 0.0 and groups == 1
+
+
+def record_epilogue(
+    operator: Operator, vectors: Vectors, dims: int, eps: float, inverse: bool = False
+) -> fx.GraphModule:
     """Return a module that maps (dot, norm) to s·h(t·‖x‖, ρ)·g(cos θ) + b.
 
-    dot is ⟨w, x⟩/‖w‖, over `dims` spatial dimensions.
+    dot is ⟨w, x⟩/‖w‖, over `dims` spatial dimensions. inverse: where `takes_inverse`, norm is 1/‖x‖.
 
     The formulas are called once, with stand-ins for the two maps and the numbers of this layer for the rest. What
     depends on neither map is computed now, and slopes are dropped. A vector that is the same for every kernel becomes a
@@ -51,19 +94,31 @@ def record_epilogue(operator: Operator, vectors: Vectors, dims: int, eps: float)
 
     class Epilogue(nn.Module):
         def forward(self, dot: Any, norm: Any) -> Any:
-            c = dot / norm if eps > 0.0 else dot * _inverse(norm)
-            if operator.angular.formula.function not in _BEYOND_ONE:
-                c = c.clamp(-1.0, 1.0)
-            h = operator.patch_magnitude(norm if gain is None else norm * gain, radius, learned)[0]
-            y = operator.angular(c, None, learned)[0] * h
+            y = by_inverse(dot, norm) if inverse else by_norm(dot, norm)
             if factor is not None:
                 y = y * factor
             return y if bias is None else y + bias
+
+    def by_norm(dot: Any, norm: Any) -> Any:
+        c = dot / norm if eps > 0.0 else dot * _inverse(norm)
+        if operator.angular.formula.function not in _BEYOND_ONE:
+            c = c.clamp(-1.0, 1.0)
+        h = operator.patch_magnitude(norm if gain is None else norm * gain, radius, learned)[0]
+        return operator.angular(c, None, learned)[0] * h
+
+    def by_inverse(dot: Any, i: Any) -> Any:
+        magnitude = operator.magnitude
+        y = dot * _BY_INVERSE[magnitude.formula.function](i, radius, magnitude, dims)
+        return y if degree_in_dot(operator) == 1.0 else y * (dot * i).abs()
 
     graph = fx.symbolic_trace(Epilogue())
     _simplify(graph.graph)
     graph.recompile()
     return graph
+
+
+def _smaller(values: Any, limit: Any) -> Any:
+    return torch.minimum(values, limit) if isinstance(limit, Tensor) else values.clamp(max=limit)
 
 
 def _inverse(norm: Any) -> Any:

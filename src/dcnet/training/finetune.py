@@ -5,7 +5,7 @@ from typing import Any
 
 from dcnet.data import FOLDER
 from dcnet.training.recipe import Recipe, change
-from dcnet.training.run import Run
+from dcnet.training.run import OPERATOR, Run
 
 FINETUNE: dict[str, Any] = {"epochs": 5.0, "lr": 3e-4, "schedule": "onecycle", "warmup": 0.1, "calibrate": 10}
 # Of a run that is fine-tuned: what its network is, and what it was trained on.
@@ -13,7 +13,6 @@ _OF_THE_RUN = (
     *("data", "image_size", "model", "norm", "activation", "penultimate_activation", "penultimate_norm"),
     *("root_activation", "head", "batch", "augment", "pad"),
 )
-_OPERATOR = ("magnitude", "angular", "weighting", "radius")
 
 
 def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None = None, **fields: Any) -> Recipe:
@@ -35,7 +34,7 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
             raise ValueError(f"weights={weights!r}: {model} is a run folder, and has weights of its own")
         values |= {name: getattr(run.recipe, name) for name in _OF_THE_RUN} | {"pretrained": model}
         if run.recipe.magnitude is not None:
-            values |= {name: getattr(run.recipe, name) for name in _OPERATOR} | {"calibrate": 0}
+            values |= {name: getattr(run.recipe, name) for name in OPERATOR} | {"calibrate": 0}
     else:
         if ("/" in model or Path(model).exists()) and ":" not in model:
             raise ValueError(f"{model} is not a run folder: it has no recipe.json (looked at {Path(model).resolve()})")

@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from dcnet.training.own_formulas import trust_formulas as execute_formulas
+from dcnet.training.recipes import recorded
 from dcnet.training.run import Run, read_json
-from dcnet.training.weights import about_of, load_file, read_weights, save_weights
+from dcnet.training.weights import Trained, save_weights, trained_by, trained_in
 from dcnet.util.files import write_json
 from dcnet.util.suggest import nearest
 
@@ -33,9 +34,9 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
         trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
     """
     if isinstance(path, str) and path.startswith(PREFIX):
-        return load_file(find_in_hub(path.removeprefix(PREFIX)), trust_formulas=trust_formulas)
+        return trained_in(find_in_hub(path.removeprefix(PREFIX)), trust_formulas=trust_formulas).model
     if Path(path).suffix == ".safetensors":
-        return load_file(Path(path), trust_formulas=trust_formulas)
+        return trained_in(Path(path), trust_formulas=trust_formulas).model
     if trust_formulas:
         execute_formulas(Path(path))
     return Run(path).model
@@ -70,23 +71,27 @@ def find_in_hub(name: str) -> Path:
     return path  # type: ignore[no-any-return]
 
 
-def add_to_hub(run: Run, name: str, folder: str | Path) -> Path:
-    """Write the network of a finished run, in bfloat16, to a folder of trained networks, and add it to the index.
+def add_to_hub(trained: Run | Trained, name: str, folder: str | Path) -> Path:
+    """Write a network in bfloat16 to a folder of trained networks, and add it to the index; return the file.
 
-    Return the file.
+    trained: a finished run, or what `trained_in` has read from a file of its weights.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"name={name!r}; possible: small letters, digits, and - _ . between them")
-    result = run.result
+    if isinstance(trained, Run):
+        if trained.result is None:
+            raise ValueError(f"{trained.folder} is not finished; only finished runs can be added")
+        trained = trained_by(trained)
+    recipe, result = recorded(trained.about["recipe"]), trained.about.get("result")
     if result is None:
-        raise ValueError(f"{run.folder} is not finished; only finished runs can be added")
+        raise ValueError(
+            f"the weights for {name!r} are of a run that was not finished; only finished ones can be added"
+        )
     folder = Path(folder)
     others = [entry for entry in _index(folder) if entry["name"] != name]  # an error now rather than after writing
     path = folder / f"{name}.safetensors"
-    save_weights(run, path, bf16=True)
-    recipe = run.recipe
+    save_weights(trained, path, bf16=True)
     operator = "plain" if recipe.magnitude is None else f"{recipe.magnitude} + {recipe.angular}"
-    about = about_of(path, read_weights(path)[1])
     entry = {
         "name": name,
         "data": recipe.data,
@@ -95,7 +100,7 @@ def add_to_hub(run: Run, name: str, folder: str | Path) -> Path:
         "accuracy": round(result["accuracy"], 2),
         "parameters": result["parameters"],
         "epochs": result["epochs"],
-        "robustness": about["robustness"],
+        "robustness": trained.about.get("robustness"),
         "bytes": path.stat().st_size,
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 from dcnet.data import AUGMENTATIONS, FOLDER, NAMES
 from dcnet.formulas import parse_number
+from dcnet.training.recipe_checks import check_together
 from dcnet.util.suggest import nearest
 
 DEFAULT = "default"
@@ -59,6 +60,12 @@ class Recipe:
     angular: str = _option("cosine", "Angular function, with parameters as in sigmoid:k=learned.")
     weighting: str | None = _option(None, "How ‖w‖ enters the magnitude: none, linear, joint or separate.")
     radius: str = _option("learned", "Operator radius: learned, or a number.")
+    where: tuple[str, ...] = _option(
+        (),
+        "Which layers to decouple, of those that would be without it: patterns of names such as `layer[1-4].*.conv2`, "
+        "or `!stem*` for all others; spatial (kernels larger than 1×1), not-first, not-depthwise, all (gates "
+        "too). Patterns add up, everything else takes away.",
+    )
     norm: str | None = _option(
         DEFAULT, "Normalization: batch, none, or default for what the network has.", "batch", "none", DEFAULT
     )
@@ -188,7 +195,10 @@ class Recipe:
             if float in allowed and isinstance(value, int) and not isinstance(value, bool):
                 value = float(value)
                 object.__setattr__(self, entry.name, value)
-            if isinstance(value, list) or (float in allowed and isinstance(value, str)):
+            if entry.name == "where":
+                value = _names(value)
+                object.__setattr__(self, entry.name, value)
+            elif isinstance(value, list) or (float in allowed and isinstance(value, str)):
                 try:  # 8/255, in a file or on the command line
                     value = _number(value) if isinstance(value, str) else tuple(_number(part) for part in value)
                 except ValueError as error:
@@ -209,38 +219,7 @@ class Recipe:
             if value is not None and not all(_COMPARED[sign](value, limit) for sign, limit in limits):
                 possible_values = " and ".join(f"{sign} {limit:g}" for sign, limit in limits)
                 raise ValueError(f"recipe: {entry.name}={value} must be {possible_values}{_pixels(entry.name, value)}")
-        if any(isinstance(m, bool) or not isinstance(m, int | float) for m in self.milestones):
-            raise ValueError(f"recipe: milestones={self.milestones} must be numbers")
-        if list(self.milestones) != sorted(self.milestones) or any(not 0.0 < m < 1.0 for m in self.milestones):
-            raise ValueError(f"recipe: milestones={self.milestones} must be rising fractions between 0 and 1")
-        plain, weighted = self.magnitude is None, self.weighting is not None
-        decoupled = "is for decoupled layers, but magnitude=None asks for the plain network"
-        for name, applies, why in (
-            (
-                "milestones",
-                bool(self.milestones) and self.schedule != "step",
-                f"are for schedule='step', not {self.schedule!r}",
-            ),
-            ("schedule", self.schedule == "step" and not self.milestones, "needs milestones"),
-            ("plain_kernels", self.plain_kernels == "projected" and not self.projection, "needs projection > 0"),
-            ("nesterov", self.nesterov and self.optimizer != "sgd", "is for optimizer='sgd'"),
-            ("weighting", plain and weighted, decoupled),
-            ("radius", plain and self.radius != "learned", decoupled),
-            ("sync", plain and self.sync, decoupled),
-            ("calibrate", plain and self.calibrate > 0, decoupled),
-            (
-                "projection",
-                weighted and self.projection > 0,
-                f"is for unweighted kernels; with weighting={self.weighting!r} it must be 0",
-            ),
-            (
-                "weighted_gradients",
-                weighted and self.weighted_gradients,
-                f"is for unweighted kernels, not for weighting={self.weighting!r}",
-            ),
-        ):
-            if applies:
-                raise ValueError(f"recipe: {name}={getattr(self, name)!r} {why}")
+        check_together(self)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
@@ -266,6 +245,14 @@ class Recipe:
 
 def _number(value: Any) -> Any:
     return parse_number(value) if isinstance(value, str) else value
+
+
+def _names(value: Any) -> Any:
+    """Return one name, or a list of them, as a tuple; raise for anything else that is listed."""
+    value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    if isinstance(value, tuple) and not all(isinstance(name, str) and name.strip("! ") for name in value):
+        raise ValueError(f"recipe: where={value!r} must be patterns of names, or presets")
+    return value
 
 
 def _pixels(name: str, value: float) -> str:

@@ -24,6 +24,7 @@ from dcnet.training.recipes import read_recipe
 from dcnet.util.files import append_line, write_atomically, write_json
 
 Conversion = Mapping[str, Mapping[str, Any]]
+OPERATOR = ("magnitude", "angular", "weighting", "radius", "where")  # fields: what is decoupled, and how
 
 
 def layer_options(recipe: Recipe) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def layer_options(recipe: Recipe) -> dict[str, Any]:
 
 def plain_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe of the plain network of the same structure."""
-    return replace(recipe, magnitude=None, weighting=None, radius="learned", sync=False, calibrate=0)
+    return replace(recipe, magnitude=None, weighting=None, radius="learned", where=(), sync=False, calibrate=0)
 
 
 def build_model(

@@ -1,7 +1,7 @@
 """The start of a run: a network with new weights, with given weights, or a trained plain network that is converted."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from dcnet.data import ImageFolder, Resident
 from dcnet.layers import conversion_of, decouple_, decoupled_layers
 from dcnet.layers.convert import CONVOLUTIONS
+from dcnet.layers.selection import ALL, Selection
 from dcnet.models import check_logits, is_external
+from dcnet.models.external import External
 from dcnet.training.checkpoint import load_state
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
-from dcnet.training.run import Conversion, Run, build_model, layer_options, plain_recipe
+from dcnet.training.run import OPERATOR, Conversion, Run, build_model, layer_options, plain_recipe
 from dcnet.training.weights import LIBRARY, Source, find_weights, load_weights_
 
 _STRUCTURE = (
     *("norm", "activation", "penultimate_activation", "penultimate_norm"),
     *("root_activation", "head", "plain_kernels"),
 )
-_OPERATOR = ("magnitude", "angular", "weighting", "radius")
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,16 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
         )
     if isinstance(source, Run) and source.conversion is not None:
         return _as_it_was(recipe, shape, source)
-    if not external and not recipe.calibrate:
+    if not external and not recipe.calibrate and not recipe.where:
         model = build_model(recipe, shape)
         if source is not None:
             load_weights_(model, source)
         return Start(model)
     if isinstance(source, Run) and source.recipe.magnitude is not None:
+        wish = f"calibrate={recipe.calibrate}" if recipe.calibrate else f"where={list(recipe.where)}"
         raise ValueError(
-            f"calibrate={recipe.calibrate}: the network in {source.folder} is decoupled already "
-            f"({source.recipe.magnitude}); possible: a plain network's weights, or calibrate=0"
+            f"{wish}: the network in {source.folder} is decoupled already ({source.recipe.magnitude}); "
+            "possible: a plain network's weights, or calibrate=0 without where"
         )
     return _converted(recipe, shape, source, _Batches(recipe, data, ranks))
 
@@ -67,7 +69,7 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
 def _as_it_was(recipe: Recipe, shape: dict[str, int], source: Run) -> Start:
     """Return the network of a run that was converted already, as it is; raise if the recipe has another operator."""
     there, here = asdict(source.recipe), asdict(recipe)
-    other = [f"{name}={there[name]!r} there, {here[name]!r} here" for name in _OPERATOR if there[name] != here[name]]
+    other = [f"{name}={there[name]!r} there, {here[name]!r} here" for name in OPERATOR if there[name] != here[name]]
     if other:
         raise ValueError(
             f"the network in {source.folder} was converted already: {', '.join(other)}; start from the plain one"
@@ -85,15 +87,39 @@ def _converted(recipe: Recipe, shape: dict[str, int], source: "Source | None", b
     check_logits(model, recipe.model, next(iter(batches))[:2], shape["num_classes"])
     if recipe.magnitude is None:
         return Start(model)
-    options: dict[str, Any] = {"types": CONVOLUTIONS}
-    if not is_external(recipe.model):  # the layers that the network has decoupled when it is made so
-        names = set(decoupled_layers(build_model(recipe, shape))) - set(decoupled_layers(model))
-        options = {"types": (*CONVOLUTIONS, nn.Linear), "where": lambda name, module: name in names}
+    options = _what_to_convert(model, recipe, shape)
     calibrate = batches if recipe.calibrate else None
     report = decouple_(model, recipe.magnitude, recipe.angular, calibrate=calibrate, **options, **layer_options(recipe))
     if not report.converted:
         raise ValueError(f"nothing was converted in {recipe.model}: {report}")
     return Start(model, {name: how for name, how in conversion_of(model).items() if name in report.converted})
+
+
+def _what_to_convert(model: nn.Module, recipe: Recipe, shape: dict[str, int]) -> dict[str, Any]:
+    """Return `types` and `where` for `decouple_`.
+
+    Of another library's network, its convolutions; of ours, the layers that it has decoupled when it is made so. The
+    recipe's `where` takes from these, by the names that they have in their own library.
+    """
+    if is_external(recipe.model):
+        types: tuple[type[nn.Module], ...] = CONVOLUTIONS
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, types)}
+    else:
+        types = (*CONVOLUTIONS, nn.Linear)
+        twins = set(decoupled_layers(build_model(replace(recipe, where=()), shape)))
+        layers = {name: module for name, module in model.named_modules() if name in twins}
+    prefix = "net." if isinstance(model, External) else ""
+    selection = Selection(recipe.where or None, {name.removeprefix(prefix): layer for name, layer in layers.items()})
+    left = {name: selection.reason_to_leave(name, layer) for name, layer in selection.layers.items()}
+    if left and all(left.values()):
+        reasons = "; ".join(dict.fromkeys(f"{name!r}: {why}" for name, why in list(left.items())[:3]))
+        raise ValueError(
+            f"where={list(recipe.where)} leaves nothing to decouple of the {len(left)} layers of {recipe.model} "
+            f"({reasons}{'; …' if len(left) > 3 else ''})"
+        )
+    names = {name for name in layers if not left[name.removeprefix(prefix)]}
+    chosen: list[Any] = [lambda name, module: name in names]
+    return {"types": types, "where": [ALL, *chosen] if selection.takes_gates else chosen}
 
 
 class _Batches:

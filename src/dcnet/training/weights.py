@@ -1,22 +1,22 @@
 """Weights in files: safetensors with recipe and formulas in their metadata, and those of others; never pickles."""
 
 import json
-import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dcnet.deploy.weights import FORMAT as CONVERTED
+from dcnet.formulas.sources import check_source, execute_source
 from dcnet.robustness.records import check_up_at, eps_of
 from dcnet.training.checkpoint import FORMAT as CHECKPOINT
 from dcnet.training.own_formulas import FILE as FORMULAS
-from dcnet.training.own_formulas import check_formulas
-from dcnet.training.own_formulas import trust_formulas as execute_formulas
+from dcnet.training.own_formulas import names_of
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import recorded
 from dcnet.training.run import Run, build_model
@@ -29,20 +29,22 @@ _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar")
 _EXTRAS = ("raw_", "running_norm", "num_batches_tracked")  # that only decoupled layers (and BatchNorm) have
 
 
-def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
-    """Write the weights of a run's network to a file that `load` reads.
+class Trained(NamedTuple):
+    """A trained network, what is known of it (recipe, shape, result, conversion, robustness), and its own formulas."""
 
-    It has recipe and formulas, but no state of the optimizer. bf16: parameters in bfloat16, half as large;
-    running averages keep their dtype.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    model = run.model
-    parameters = {name for name, _ in model.named_parameters()} if bf16 else set()
-    tensors = {
-        name: (tensor.to(torch.bfloat16) if name in parameters else tensor).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    where = run.recipe.pretrained
+    model: nn.Module
+    about: dict[str, Any]
+    formulas: str | None
+
+
+def trained_by(run: Run) -> Trained:
+    """Return the network of a run."""
+    if not run.checkpoint.is_file():
+        raise FileNotFoundError(
+            f"{run.folder} has no weights, as there is no {run.checkpoint.name}; of a table's cell, --keep-weights "
+            "keeps them in a file of their own"
+        )
+    where, own = run.recipe.pretrained, run.folder / FORMULAS
     about = {
         "recipe": asdict(run.recipe) | {"pretrained": where and Path(where).name},  # not where it lay on this machine
         "shape": run.shape,
@@ -50,15 +52,48 @@ def save_weights(run: Run, path: Path, bf16: bool = False) -> None:
         "conversion": run.conversion,
         "robustness": robustness_of(run),
     }
+    return Trained(run.model, about, own.read_text(encoding="utf-8") if own.is_file() else None)
+
+
+def trained_in(path: Path, *, trust_formulas: bool = False) -> Trained:
+    """Return the network of a file of `save_weights`, in evaluation mode."""
+    tensors, metadata = read_weights(path)
+    about, formulas = about_of(path, metadata), metadata.get("formulas")
+    recipe = recorded(about["recipe"])
+    check_own_formulas(path, formulas, recipe, trust_formulas)
+    model = build_model(recipe, about["shape"], about.get("conversion"))
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
+    return Trained(model.eval(), about, formulas)
+
+
+def save_weights(trained: Run | Trained, path: Path, bf16: bool = False) -> None:
+    """Write the weights of a run's network to a file that `load` reads.
+
+    It has recipe and formulas, but no state of the optimizer. bf16: parameters in bfloat16, half as large;
+    running averages keep their dtype.
+    """
+    model, about, formulas = trained_by(trained) if isinstance(trained, Run) else trained
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parameters = {name for name, _ in model.named_parameters()} if bf16 else set()
+    tensors = {
+        name: (tensor.to(torch.bfloat16) if name in parameters else tensor).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     metadata = {"format": WEIGHTS, "about": json.dumps(about)}
-    if (run.folder / FORMULAS).is_file():
-        metadata["formulas"] = (run.folder / FORMULAS).read_text(encoding="utf-8")
-    write_atomically(path, save(tensors, metadata))
+    write_atomically(path, save(tensors, metadata if formulas is None else metadata | {"formulas": formulas}))
 
 
 def robustness_of(run: Run) -> dict[str, Any] | None:
     """Return a summary of the attacks on a run, accuracies and the verdict of the check-up; None without attacks."""
-    records = [record for record in run.attacks if not record["transfer"]]
+    return summary_of(run.attacks)
+
+
+def summary_of(attacks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a summary of records of attacks, of those made on the network itself."""
+    records = [record for record in attacks if not record["transfer"]]
     if not records:
         return None
     last = records[-1]
@@ -92,25 +127,15 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def load_file(path: Path, *, trust_formulas: bool = False) -> nn.Module:
-    """Return the network of a file of `save_weights`, in evaluation mode."""
-    tensors, metadata = read_weights(path)
-    about = about_of(path, metadata)
-    recipe = recorded(about["recipe"])
-    check_own_formulas(path, metadata.get("formulas"), recipe, trust_formulas)
-    model = build_model(recipe, about["shape"], about.get("conversion"))
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
-    return model.eval()
-
-
 def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     """Return what a file of `save_weights` says of its network: recipe, shape, result, conversion, robustness."""
     if metadata.get("format") != WEIGHTS:
+        hint = ""
+        if metadata.get("format") == CONVERTED:
+            hint = "; it has the weights of any model: build that model, then dcnet.load_weights_(model, path)"
         raise ValueError(
-            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected {WEIGHTS!r}"
+            f"{path} does not hold weights of ours: its format is {metadata.get('format')!r}, expected "
+            f"{WEIGHTS!r}{hint}"
         )
     try:
         about = json.loads(metadata["about"])
@@ -123,15 +148,9 @@ def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 def check_own_formulas(path: Path, text: str | None, recipe: Recipe, trust: bool = False) -> None:
     """Check formulas of one's own against those known here, or execute the file's own where it is trusted."""
-    with tempfile.TemporaryDirectory() as folder:
-        if text is not None:
-            (Path(folder) / FORMULAS).write_text(text, encoding="utf-8")
-        try:
-            if trust:
-                execute_formulas(Path(folder))
-            check_formulas(Path(folder), recipe)
-        except ValueError as error:
-            raise type(error)(str(error).replace(folder, str(path))) from None
+    if trust and text is not None:
+        execute_source(text, f"{path}: {FORMULAS}")
+    check_source(text, names_of(recipe), path, f"{path}: {FORMULAS}")
 
 
 def find_weights(name: str) -> Source:
