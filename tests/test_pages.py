@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from test_cli import call
 from test_other_tools_page import packages
 from typer.main import get_command
@@ -37,6 +38,8 @@ def test_python(code, tmp_path, monkeypatch):
     missing = [name for name in packages(code) if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
+    if '"cuda"' in code and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     monkeypatch.chdir(tmp_path)
     # from a file: formulas of one's own are read from their source
     (tmp_path / "page.py").write_text(code, encoding="utf-8")
