@@ -101,7 +101,7 @@ FUSED = [
         "norm_plan",
         "tiles",
     ),
-    *("plan", "op", "library", "autograd", "api", ""),
+    *("plan", "first_use", "op", "library", "autograd", "api", ""),
 ]
 CPU = ["chunks", "tanh_interpolation", "rewriting", "record", "passes", "autograd", ""]
 

@@ -5,6 +5,9 @@ A release that drops one of them breaks this file and no other. Seen in torch 2.
 
 import ast
 import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,6 +111,22 @@ def launch_facts(compiled: Any) -> tuple[int, int, int, tuple[Any, ...]] | None:
     if facts.target.backend != "cuda" or facts.num_ctas != 1 or any(getattr(facts, name, 0) for name in needs):
         return None
     return compiled.function, 32 * facts.num_warps, facts.shared, tuple(compiled.src.signature.values())
+
+
+@contextmanager
+def compiling_together(workers: int) -> Iterator[bool]:
+    """Let Triton kernels that are warmed up in this context compile side by side; wait for them at its end.
+
+    A kernel that cannot be compiled raises when it is launched, not here. Yield whether it can be done now: not inside
+    another such context.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    if active_mode.get() is not None:
+        yield False
+        return
+    with ThreadPoolExecutor(workers) as executor, AsyncCompileMode(executor, ignore_errors=True):
+        yield True
 
 
 def build_c_module(source: str, name: str) -> Any:

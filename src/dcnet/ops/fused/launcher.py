@@ -10,11 +10,12 @@ An allocation costs as much as a launch. So the many small float32 buffers of a 
 pointer argument of a kernel is a `Place`: a tensor of the call, and an offset in it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dcnet.util.compat import direct_launch, raw_stream
@@ -90,6 +91,15 @@ class Launcher:
         for i, slot, offset in self.places:
             values[i] = at[slot] + offset
         self.variant(*self.grid, memory.stream, *self.before, *values)
+
+    def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Compile the variant for aligned tensors of these dtypes, by slot, without running it."""
+        values = self.values.copy()
+        for i, _ in self.changing:
+            values[i] = 0.5
+        for i, slot, _ in self.places:
+            values[i] = dtypes[slot]
+        self.kernel.warmup(*values, grid=self.grid, num_warps=self.warps)
 
     def _ask_triton(self, memory: Memory, values: list[Any]) -> None:
         for i, slot, offset in self.places:

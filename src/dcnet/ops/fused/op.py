@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dcnet.ops.fused.first_use import compile_ahead
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import like
 from dcnet.ops.fused.operands import GIVEN, OF_BATCH, OF_RANKS, Effects, Gradients, Kept, Operands, convolution
@@ -32,6 +33,10 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     """
     o, x, regions = plan.options, t.x, plan.vectors
     device, single = x.device, torch.float32
+    if not plan.used:
+        plan.used = True
+        if x.is_cuda:
+            compile_ahead(plan, t, effects, keep)
     tracked, momentum, batches = effects
     running_norm = mean_batches = None
     track, mean_momentum = 0, 0.0

@@ -73,6 +73,7 @@ class Plan:
         self.norms = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o)
         self.tiles = Tiles(dot, self.has, self.norms, o)
         self._launchers(t)
+        self.used = False  # whether its kernels have been compiled
         self._epilogues: dict[tuple[int, bool], Launches] = {}
         self._backwards: dict[tuple[bool, ...], Backward] = {}
         self.left = (self.tiles.kernel_blocks, *self.norms.output) if o.leaves else None

@@ -1,0 +1,53 @@
+"""Compile the kernels of a plan side by side, before the first of them runs.
+
+A layer of a new kind needs up to eleven variants. One after the other, as they come, they took half a minute on their
+first use.
+"""
+
+import os
+
+import torch
+
+from dcnet.ops.fused.native import Launches
+from dcnet.ops.fused.operands import Effects, Operands, wanted_output
+from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
+from dcnet.util.compat import compiling_together
+
+_COUNTS = ("batches", "mean_batches")  # int64
+_MAPS = ("x", "residual", "unit", "dot", "out", "e", "grad_d", "behind", "grad_x", "grad_unit")  # with the dtype of x
+_KERNELS = ("weight", "grad_weight")
+
+
+def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: bool) -> None:
+    """Compile what the next forward pass will launch, and the backward pass that is likely to follow it.
+
+    A variant that is missed, or turns out not to be needed, costs time and nothing else.
+    """
+    track = 0
+    if effects.tracked is not None and effects.tracked.running_norm is not None:
+        track = 2 if effects.tracked.momentum is None else 1
+    passes: list[tuple[tuple[str, ...], Launches]] = [
+        (FORWARD, plan.ahead),
+        (FORWARD, plan.epilogue(track, effects.momentum is not None)),
+    ]
+    if differentiable:
+        o = plan.options
+        behind = wanted_output(t.x, t, o) is not None
+        back = plan.backward(behind, o.leaves, plan.maps == 0, t.x.requires_grad, t.weight.requires_grad)
+        passes += [(BACKWARD, back.epilogue), (BACKWARD, back.ends)]
+    with compiling_together(os.cpu_count() or 1) as can:
+        if can:
+            for slots, launches in passes:
+                dtypes = [_dtype(name, t) for name in slots]
+                for launcher in launches.launchers:
+                    launcher.warm_up(dtypes)
+
+
+def _dtype(name: str, t: Operands) -> torch.dtype:
+    """Return the dtype of what will be in a slot of a call."""
+    given: torch.Tensor | None = getattr(t, name, None)
+    if given is not None:
+        return given.dtype
+    if name in _COUNTS:
+        return torch.int64
+    return t.x.dtype if name in _MAPS else t.weight.dtype if name in _KERNELS else torch.float32

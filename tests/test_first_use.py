@@ -1,0 +1,78 @@
+"""Kernels compile side by side before their first use: the variants that a step launches, and no others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Compiles for a GPU that is not there: a driver that only says which one it is.
+CODE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+import dcnet
+from dcnet.ops.fused import first_use
+from dcnet.ops.fused.operands import Effects, Operands, Options, OF_BATCH, STATISTICS
+from dcnet.ops.fused.plan import BACKWARD, FORWARD, plan_of
+from dcnet.ops.mean_norm import BatchMean
+from dcnet.ops.operator import make_operator
+
+vector = torch.ones(32)
+x = torch.zeros(2, 32, 8, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last).requires_grad_()
+weight = torch.zeros(32, 32, 3, 3, requires_grad=True)
+operator = make_operator("tanh", "cosine", None)
+options = Options((1, 1), (1, 1), (1, 1), 1, 1e-4, 2, OF_BATCH, STATISTICS, 1e-3, 1, True, operator)
+t = Operands(x, weight, None, vector, None, None, vector, vector, vector, vector, None, None, None)
+plan = plan_of(t, options, torch.zeros(2, 32, 8, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
+count = torch.zeros((), dtype=torch.int64)
+effects = Effects(BatchMean(vector[:1], count, 0.1), 0.1, count)
+
+sizes = []
+real = ThreadPoolExecutor.submit
+ThreadPoolExecutor.submit = lambda self, *rest: (sizes.append(1), real(self, *rest))[1]
+first_use.compile_ahead(plan, t, effects, True)
+ahead = len(sizes)
+
+# what a step launches, with tensors as it would have them
+slots = {"batches": torch.int64, "mean_batches": torch.int64}
+half = ("x", "residual", "unit", "dot", "out", "e", "grad_d", "behind", "grad_x", "grad_unit")
+def tensor(name):
+    return torch.zeros(64, dtype=torch.bfloat16 if name in half else slots.get(name, torch.float32))
+back = plan.backward(False, True, True, True, True)
+compiled = []
+triton.runtime.jit.JITFunction.compile = lambda self, src, **rest: compiled.append(src.fn.fn.__name__)
+passes = (FORWARD, plan.ahead), (FORWARD, plan.epilogue(1, True)), (BACKWARD, back.epilogue), (BACKWARD, back.ends)
+for names, launches in passes:
+    for launcher in launches.launchers:
+        values = launcher.values.copy()
+        for i, _ in launcher.changing:
+            values[i] = 0.125
+        for i, slot, _ in launcher.places:
+            values[i] = tensor(names[slot])
+        launcher.kernel.run(*values, grid=launcher.grid, warmup=True, num_warps=launcher.warps)
+print(ahead, compiled)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_finds_its_kernels_compiled(tmp_path):
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    code = Path(tmp_path) / "code.py"
+    code.write_text(CODE)
+    done = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["11", "[]"]
