@@ -1,9 +1,13 @@
 """The command line and the figures it draws."""
 
+import inspect
 import json
 import shutil
+import typing
 
 import pytest
+import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import dcnet
@@ -231,3 +235,16 @@ def test_formulas_of_ones_own_in_every_command(tmp_path, catalogue):
     (tmp_path / "run" / "inspection.json").unlink()
     in_process("report", run, "-o", str(tmp_path / "page.html"), *own)
     assert "No filters" not in (tmp_path / "page.html").read_text()
+
+
+def test_flags_are_called_after_their_parameters():
+    """Typer 0.27 takes an option's metavar for its name where that is the parameter's name in capitals."""
+    for name, command in get_command(app).commands.items():
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert all(flag == flag.lower() for flag in parameter.opts), (name, parameter.opts)
+    for info in app.registered_commands:
+        for parameter in inspect.signature(info.callback).parameters.values():
+            for option in typing.get_args(parameter.annotation)[1:]:
+                if isinstance(option, typer.models.OptionInfo) and not option.param_decls:
+                    assert (option.metavar or "").lower() != parameter.name, f"name the flag: --{parameter.name}"

@@ -30,7 +30,7 @@ RunArgument = Annotated[Path, typer.Argument(help="Run folder.", parser=folder_p
 RunsArgument = Annotated[list[Path], typer.Argument(help="Run folders.", parser=folder_path, metavar="RUNS...")]
 DataRoot = Annotated[Path, _folder("Folder of the data sets' official files.", "--data-root")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch missing files of the data set from its own site.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.", metavar="DEVICE")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.", metavar="DEVICE")]
 
 
 def console(stderr: bool = False, wrap: bool = True) -> Console:

@@ -14,7 +14,8 @@ from dcnet.training import Run, evaluate_run, joined
 def evaluate(
     run: RunArgument,
     data: Annotated[
-        str | None, typer.Option(help="Another data set with the same classes and image size.", metavar="DATA")
+        str | None,
+        typer.Option("--data", help="Another data set with the same classes and image size.", metavar="DATA"),
     ] = None,
     data_root: DataRoot = Path("data"),
     download: Download = False,

@@ -28,6 +28,7 @@ def finetune(
     weights: Annotated[
         str | None,
         typer.Option(
+            "--weights",
             help="Its trained weights: a .safetensors file, a run folder, or library for those that timm or "
             "torchvision downloads.",
             metavar="WEIGHTS",

@@ -80,7 +80,7 @@ def data(data_root: DataRoot = Path("data")) -> None:
 
 def operators(
     formulas: Formulas = None,
-    kind: Annotated[str, typer.Option(help="Which: all, magnitude or angular.", metavar="KIND")] = "all",
+    kind: Annotated[str, typer.Option("--kind", help="Which: all, magnitude or angular.", metavar="KIND")] = "all",
 ) -> None:
     """List the magnitude functions h and the angular functions g, with their parameters."""
     try:

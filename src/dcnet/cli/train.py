@@ -124,6 +124,7 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
 RecipeOption = Annotated[
     str | None,
     typer.Option(
+        "--recipe",
         help=f"A named recipe ({', '.join(RECIPES)}), or a JSON file; flags override it.",
         autocompletion=lambda: list(RECIPES),
         metavar="RECIPE",
