@@ -15,7 +15,7 @@ def evaluate(
     run: RunArgument,
     data: Annotated[
         str | None,
-        typer.Option("--data", help="Another data set with the same classes and image size.", metavar="DATA"),
+        typer.Option("--data", help="Another data set with these classes and image size.", metavar="DATA"),
     ] = None,
     data_root: DataRoot = Path("data"),
     download: Download = False,
