@@ -108,6 +108,7 @@ def test_another_recipe_is_refused(tmp_path):
             "lr": 0.05,
             "schedule": "plateau",
             "patience": 1,
+            "threshold": 0.99,  # an error that falls by less is a plateau
             "ema": 0.9,
             "angular": "sigmoid:k=learned",
             "channels_last": True,
@@ -119,6 +120,8 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
     """Interrupted in the middle of an epoch, and after a checkpoint that was followed by more steps."""
     options = {**options, "epochs": 3.0, "save_every": 2}
     whole = train(tmp_path / "whole", **options)
+    if options.get("schedule") == "plateau":
+        assert [entry["lr"] for entry in whole.metrics] == pytest.approx([0.05, 0.05, 0.005])
     original = state.TrainingState.train_step
     for stops in ([3, 9], [5], [14]):  # in the middle, at the end of an epoch, one before the last
         folder = tmp_path / f"stopped {stops}"
