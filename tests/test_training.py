@@ -525,10 +525,11 @@ def test_non_finite_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(
         trainer,
         "_stop_if_not_finite",
-        lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 10 == 0 else None),
+        lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 9 == 0 else None),
     )
-    with pytest.raises(NonFiniteLoss, match=r"at step 8 "):
-        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=10, batch=32)
+    with pytest.raises(NonFiniteLoss, match=r"at step 8 "):  # an epoch has 10 steps, and ends with a look of its own
+        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=9, batch=32)
+    assert looks[-1] == 9
     assert not (tmp_path / "late" / "checkpoint.safetensors").exists()
     tensors, state = load_checkpoint(tmp_path / "other" / "checkpoint.safetensors")
     assert state["step"] == 5
