@@ -500,7 +500,7 @@ MUTANTS = [
         "data/order.py",
         "(seed, _ORDER, epoch)",
         "(seed, _ORDER, 0)",
-        "test_training.py",
+        "test_data.py",
     ),
     Mutant(
         "training: plateaus forgotten",
