@@ -1,6 +1,6 @@
 """Compare converted networks with plain ones in onnxruntime on a CPU: time, nodes, seconds to export.
 
-    python benchmarks/onnx_cpu.py [--repeats 15] [--csv FILE]        (needs timm, onnx, onnxscript, onnxruntime)
+    python benchmarks/onnx_cpu.py [--repeats 15] [--cpu-time] [--csv FILE]   (needs timm, onnx, onnxscript, onnxruntime)
 
 Plain and converted networks take turns, so that a slow moment of the machine hits all; medians are compared.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime
 import timm
 import torch
+from in_turns import chosen_clock
 
 import dcnet
 from dcnet.util.provenance import provenance
@@ -37,7 +38,7 @@ COLUMNS = [
         "error",
         "threads",
     ),
-    *("repeats", "onnxruntime", "device", "torch", "triton", "python", "commit"),
+    *("repeats", "clock", "onnxruntime", "device", "torch", "triton", "python", "commit"),
 ]
 
 
@@ -74,9 +75,11 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--repeats", type=int, default=15)
     arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--cpu-time", action="store_true", help="time of the process on one core, not the wall's")
     arguments.add_argument("--csv", help="where to write the measurements")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
+    clock, clock_name = chosen_clock(options.cpu_time)
     rows = []
     for name in NETWORKS:
         known, sessions = [], []
@@ -96,10 +99,10 @@ def main() -> None:
         times: list[list[float]] = [[] for _ in sessions]
         for turn in range(options.repeats + 2):
             for session, mine in zip(sessions, times, strict=True):
-                start = time.perf_counter()
+                start = clock()
                 session.run(None, {"input": x})
                 if turn >= 2:
-                    mine.append(1e3 * (time.perf_counter() - start))
+                    mine.append(1e3 * (clock() - start))
         plain = statistics.median(times[0])
         for about, mine in zip(known, times, strict=True):
             median = statistics.median(mine)
@@ -111,7 +114,7 @@ def main() -> None:
                     "ratio": round(median / plain, 3),
                     "threads": options.threads,
                 }
-                | {"repeats": options.repeats, "onnxruntime": onnxruntime.__version__}
+                | {"repeats": options.repeats, "clock": clock_name, "onnxruntime": onnxruntime.__version__}
                 | provenance(torch.device("cpu"))
             )
             print(f"{name:24} {about['operator']:24} {median:8.1f} ms   {median / plain:5.2f}", flush=True)

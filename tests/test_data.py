@@ -258,6 +258,13 @@ def test_augmentation(augment):
         assert shifts == {(pad, pad)}
 
 
+def test_every_epoch_and_seed_has_an_order_of_its_own():
+    orders = [tuple(epoch_order(30, seed, epoch)) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len(set(orders)) == 6
+    assert all(sorted(order) == list(range(30)) for order in orders)
+    assert tuple(epoch_order(30, 1, 2)) == orders[-1]  # the same each time it is asked for
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_share_a_batch(world):
     def batches(rank, world, first=0):

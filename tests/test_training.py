@@ -110,6 +110,7 @@ def test_another_recipe_is_refused(tmp_path):
             "lr": 0.05,
             "schedule": "plateau",
             "patience": 1,
+            "threshold": 0.99,  # an error that falls by less is a plateau
             "ema": 0.9,
             "angular": "sigmoid:k=learned",
             "channels_last": True,
@@ -121,6 +122,8 @@ def test_resumption_is_bit_for_bit(tmp_path, monkeypatch, options):
     """Interrupted in the middle of an epoch, and after a checkpoint that was followed by more steps."""
     options = {**options, "epochs": 3.0, "save_every": 2}
     whole = train(tmp_path / "whole", **options)
+    if options.get("schedule") == "plateau":
+        assert [entry["lr"] for entry in whole.metrics] == pytest.approx([0.05, 0.05, 0.005])
     original = state.TrainingState.train_step
     for stops in ([3, 9], [5], [14]):  # in the middle, at the end of an epoch, one before the last
         folder = tmp_path / f"stopped {stops}"
@@ -524,10 +527,11 @@ def test_non_finite_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(
         trainer,
         "_stop_if_not_finite",
-        lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 10 == 0 else None),
+        lambda *a: looks.append(a[0].step) or (real(*a) if a[0].step % 9 == 0 else None),
     )
-    with pytest.raises(NonFiniteLoss, match=r"at step 8 "):
-        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=10, batch=32)
+    with pytest.raises(NonFiniteLoss, match=r"at step 8 "):  # an epoch has 10 steps, and ends with a look of its own
+        train(tmp_path / "late", evaluate_every=0, magnitude=None, save_every=9, batch=32)
+    assert looks[-1] == 9
     assert not (tmp_path / "late" / "checkpoint.safetensors").exists()
     tensors, state = load_checkpoint(tmp_path / "other" / "checkpoint.safetensors")
     assert state["step"] == 5

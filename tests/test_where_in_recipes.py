@@ -103,6 +103,7 @@ def test_finetune_by_the_command_line(tmp_path):
     given = ("--magnitude", "seg", "--steps", 1, "--where", "not-first", "--where", f"!{last}")
     done = call("finetune", plain, *given, "--run", tmp_path / "tuned")
     assert done.exit_code == 0, done.output
+    assert "where: not-first" in done.output
     run = dcnet.Run(tmp_path / "tuned")
     assert run.recipe.where == ("not-first", f"!{last}")
     assert names_of(run.model) == whole()[1:-1]

@@ -70,6 +70,8 @@ def run_row(run: Run) -> list[str]:
     operator = "plain" if recipe.magnitude is None else f"{recipe.magnitude} + {recipe.angular}"
     if recipe.weighting is not None:
         operator += f", {recipe.weighting}"
+    if recipe.where:
+        operator += f"; where: {', '.join(recipe.where)}"
     if result is not None:
         numbers = [
             f"{result['parameters']:,}",

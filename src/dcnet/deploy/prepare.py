@@ -1,17 +1,15 @@
 """A copy of a model for inference: decoupled layers as few plain operations, BatchNorm folded into them."""
 
 import copy
+from collections import Counter
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
-from dcnet.layers.costs import call
 from dcnet.layers.inference import Inference
+from dcnet.layers.running import run_once
 from dcnet.util.compat import BatchNorm
 
 
@@ -60,68 +58,19 @@ def _fold_norms(model: nn.Module, example_input: Any) -> None:
 
 def _followed_by_norm(model: nn.Module, example_input: Any) -> dict[Inference, nn.Module]:
     """Return the layers whose output goes into one BatchNorm and nowhere else, seen in one call of the model."""
-    uses, norms = _Uses(), {}
-    calls: dict[nn.Module, int] = {}
-
-    def made(layer: nn.Module, _: Any, output: Tensor) -> None:
-        calls[layer] = calls.get(layer, 0) + 1
-        uses.watch(layer, output)
-
-    def taken(norm: nn.Module, inputs: tuple[Any, ...]) -> None:
-        calls[norm] = calls.get(norm, 0) + 1
-        layer = uses.made_by(inputs[0]) if inputs else None
-        if layer is not None:
-            norms[layer] = norm
-
-    hooks = [m.register_forward_hook(made) for m in model.modules() if isinstance(m, Inference)]
-    hooks += [m.register_forward_pre_hook(taken) for m in model.modules() if _is_foldable(m)]
-    try:
-        with torch.no_grad(), uses:
-            outputs = call(model, example_input)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for output in tree_leaves(outputs):
-        uses.count(output)  # the caller of the model uses its output
-    return {
-        layer: norm
-        for layer, norm in norms.items()
-        if calls[layer] == calls[norm] == uses.of(layer) == 1 and isinstance(layer, Inference)
-    }
-
-
-class _Uses(TorchFunctionMode):
-    """Counts how often outputs of layers are arguments of a PyTorch function that returns tensors.
-
-    Functions that read a shape or the like do not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watched: dict[int, tuple[nn.Module, Tensor]] = {}  # the tensors are kept, so that their ids stay their own
-        self.counts: dict[nn.Module, int] = {}
-
-    def watch(self, layer: nn.Module, output: Tensor) -> None:
-        self.watched[id(output)] = layer, output
-
-    def made_by(self, value: object) -> nn.Module | None:
-        found = self.watched.get(id(value))
-        return None if found is None else found[0]
-
-    def of(self, layer: nn.Module) -> int:
-        return self.counts.get(layer, 0)
-
-    def count(self, value: object) -> None:
-        layer = self.made_by(value)
-        if layer is not None:
-            self.counts[layer] = self.of(layer) + 1
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(isinstance(one, Tensor) for one in tree_leaves(result)):
-            for value in tree_leaves((args, kwargs)):
-                self.count(value)
-        return result
+    watched = [module for module in model.modules() if isinstance(module, Inference) or _is_foldable(module)]
+    flow, returned = run_once(model, example_input, watched)
+    calls = Counter(one.module for one in flow.calls)
+    norms = {one.input: one.module for one in flow.calls if one.input and not isinstance(one.module, Inference)}
+    found = {}
+    for one in flow.calls:
+        layer, output = one.module, one.output
+        if not isinstance(layer, Inference) or output is None or output not in norms or output in returned:
+            continue
+        norm = norms[output]
+        if calls[layer] == calls[norm] == 1 and output.readers == [norm]:
+            found[layer] = norm
+    return found
 
 
 def _is_foldable(module: nn.Module) -> bool:

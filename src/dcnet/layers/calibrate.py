@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from dcnet.layers.candidates import TWINS
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.observe import Moments, Observed, channels, evaluating, hooks
+from dcnet.layers.observe import Moments, Observed, channels
+from dcnet.layers.running import evaluating, hooks
 from dcnet.ops import make_operator
 from dcnet.util.compat import BatchNorm
 

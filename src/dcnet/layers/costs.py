@@ -1,7 +1,7 @@
 """What the layers of a model cost: their parameters, and the multiply-adds of one call of the model."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,16 +11,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.recording import Vectors, operations, record_epilogue
+from dcnet.layers.running import call, evaluating, hooks
 from dcnet.ops import Operator
 
 Shapes = list[tuple[torch.Size, torch.Size]]  # of the input and the output, for each call of a layer
-
-
-def call(model: nn.Module, example_input: Any) -> Any:
-    """Return the model's output for an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
-    if isinstance(example_input, Mapping):
-        return model(**example_input)
-    return model(*example_input) if isinstance(example_input, tuple | list) else model(example_input)
 
 
 def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: Any) -> dict[nn.Module, Shapes]:
@@ -35,22 +29,15 @@ def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: Any)
         if isinstance(given, Tensor) and isinstance(output, Tensor):
             seen[layer].append((given.shape, output.shape))
 
-    modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in seen]
     try:
-        model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model), hooks() as handles:
+            handles += [layer.register_forward_hook(note, with_kwargs=True) for layer in seen]
             call(model, example_input)
     except Exception as error:
         raise ValueError(
             f"example_input: {type(model).__name__} cannot be called with it ({type(error).__name__}: {error}). "
             "Nothing has been changed"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return seen
 
 

@@ -4,10 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from dcnet.layers.block import Block
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
@@ -22,6 +19,7 @@ from dcnet.layers.fusion import (
     plain_class,
 )
 from dcnet.layers.post_ops import FUSED_NORMS
+from dcnet.layers.running import Call, Made, run_once
 
 
 @dataclass
@@ -212,87 +210,39 @@ def _end(readers: list[str]) -> str:
     return f"{_END}its result is read by {few or 'the caller'}"
 
 
-class _Readers(TorchFunctionMode):
-    """Notes which modules read the tensors that are watched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at_work: list[str] = []
-        self.watched: dict[int, tuple[Tensor, list[str]]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(
-            isinstance(value, Tensor) for value in pytree.tree_leaves(result)
-        ):  # else it asked for a shape, or the like
-            for value in pytree.tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and id(value) in self.watched:
-                    self.watched[id(value)][1].append(self.at_work[-1] if self.at_work else "")
-        return result
-
-
 def _by_running(model: nn.Module, example_input: Any) -> Chains:
     """Run the model once, in evaluation, and see what becomes of every convolution's result."""
-    readers, names = _Readers(), {module: name for name, module in model.named_modules()}
-    calls: Counter[str] = Counter()
-    taken: dict[
-        int, tuple[str, Any]
-    ] = {}  # by id of a tensor: the leaf that took it as its only input, and what came out
-    made: dict[str, Tensor] = {}
-
-    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        name = names.get(module, "")
-        readers.at_work.append(name)
-        calls[name] += 1
-
-    def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        name = readers.at_work.pop()
-        if isinstance(output, Tensor):
-            readers.watched.setdefault(id(output), (output, []))
-            made[name] = output
-            leaf = not list(module.children()) or is_timm_norm(module)
-            if leaf and len(inputs) == 1 and isinstance(inputs[0], Tensor) and type(module) is not nn.Identity:
-                taken.setdefault(id(inputs[0]), (name, output))
-
-    training = {module: module.training for module in model.modules()}
-    handles = [
-        handle
-        for module in model.modules()
-        for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
-    ]
-    arguments = example_input if isinstance(example_input, tuple) else (example_input,)
-    try:
-        model.eval()
-        with torch.no_grad(), readers:
-            outputs = model(*arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in training.items():
-            module.training = mode
-    returned = {id(value) for value in pytree.tree_leaves(outputs)}
-    modules = dict(model.named_modules())
+    flow, returned = run_once(model, example_input, model.modules())
+    names = {module: name for name, module in model.named_modules()}
+    calls = Counter(one.module for one in flow.calls)
+    made = {one.module: one.output for one in flow.calls if one.output is not None}
+    taken: dict[Made, Call] = {}  # by a leaf, as its only input
+    for one in flow.calls:
+        leaf = not list(one.module.children()) or is_timm_norm(one.module)
+        if leaf and one.single and one.input and one.output and type(one.module) is not nn.Identity:
+            taken.setdefault(one.input, one)
     chains: Chains = {}
-    for name in decoupled_layers(model):
-        if calls[name] != 1:
-            chains[name] = [f"{_END}called {calls[name]} times"]
+    for name, layer in decoupled_layers(model).items():
+        if calls[layer] != 1:
+            chains[name] = [f"{_END}called {calls[layer]} times"]
             continue
         chain: list[str] = []
-        current = made[name]
+        current = made[layer]
         while len(chain) < 3:
-            follower, output = taken.get(id(current), ("", None))
-            reads = readers.watched[id(current)][1]
-            inside = [reader for reader in reads if reader == follower or reader.startswith(f"{follower}.")]
+            next_one = taken.get(current)
+            follower, output = (None, None) if next_one is None else (next_one.module, next_one.output)
+            inner = set() if follower is None else set(follower.modules())
+            inside = [reader in inner for reader in current.readers]
             # an activation in place returns the same tensor: what is read after it is its result
-            before = reads[: reads.index(inside[0])] if inside and output is current else reads
-            others = {reader for reader in before if reader not in inside}
-            if not follower or others or (id(current) in returned and output is not current):
+            before = current.readers[: inside.index(True)] if any(inside) and output is current else current.readers
+            others = {"" if reader is None else names[reader] for reader in before if reader not in inner}
+            if follower is None or output is None or others or (current in returned and output is not current):
                 chain.append(_end(sorted(others)))
                 break
-            if calls[follower] > 1 and not _may_be_shared(modules[follower]):
-                chain.append(f"{_END}{follower} is called {calls[follower]} times")
+            if calls[follower] > 1 and not _may_be_shared(follower):
+                chain.append(f"{_END}{names[follower]} is called {calls[follower]} times")
                 break
-            chain.append(follower)
+            chain.append(names[follower])
             if output is current:
                 break
             current = output

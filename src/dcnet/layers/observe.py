@@ -1,16 +1,13 @@
 """Observe the layers of a trained network: statistics of outputs, norms of patches, and the BatchNorm that follows."""
 
-import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from dcnet.layers.running import Flow, Made, evaluating, hooks
 from dcnet.layers.statistics import input_of
 from dcnet.ops import EPS, compute_dtype, patch_norm
 from dcnet.util.compat import BatchNorm
@@ -78,32 +75,31 @@ def prepare(batches: Iterable[Any], model: nn.Module) -> list[Tensor]:
 def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]) -> dict[str, Observed]:
     """Return what each layer that ran has seen and given, by name, after a run of the trained network in evaluation."""
     found: dict[str, Observed] = {name: Observed() for name in layers}
-    fed: dict[BatchNorm, set[str | None]] = {}
-    with _Consumers() as consumers, evaluating(model), hooks() as handles:
+    names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
+    flow = Flow([*names, *(module for module in model.modules() if isinstance(module, BatchNorm))])
 
-        def seen(name: str) -> Any:
-            def hook(layer: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> None:
-                with consumers.looking_away():
-                    rows, here = channels(layer, y), Moments()
-                    found[name].output.add(rows)
-                    here.add(rows)
-                    found[name].calls.append(here)
-                    found[name].norms.append(_norms(layer, arguments[0]))
-                consumers.watch(y, name, found[name].following)
+    def seen(layer: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> None:
+        with flow.paused():
+            mine, rows, here = found[names[layer]], channels(layer, y), Moments()
+            mine.output.add(rows)
+            here.add(rows)
+            mine.calls.append(here)
+            mine.norms.append(_norms(layer, arguments[0]))
 
-            return hook
-
-        def entered(norm: Any, arguments: tuple[Any, ...]) -> None:
-            name = consumers.enter(arguments[0], norm)
-            fed.setdefault(norm, set()).add(name)
-
-        handles += [layer.register_forward_hook(seen(name)) for name, layer in layers.items()]
-        for module in model.modules():
-            if isinstance(module, BatchNorm):
-                handles.append(module.register_forward_pre_hook(entered))
-                handles.append(module.register_forward_hook(lambda *_: consumers.leave()))
+    with flow, evaluating(model), hooks() as handles:
+        handles += [layer.register_forward_hook(seen) for layer in names]
         for x in inputs:
             model(x)
+    made_by: dict[Made | None, str] = {}
+    fed: dict[nn.Module, set[str | None]] = {}
+    for one in flow.calls:
+        if one.module in names:
+            name = names[one.module]
+            made_by[one.output] = name
+            readers = [] if one.output is None else one.output.readers
+            found[name].following |= {reader if isinstance(reader, BatchNorm) else None for reader in readers}
+        else:
+            fed.setdefault(one.module, set()).add(made_by.get(one.input))
     for name, what in found.items():
         for norm in list(what.following - {None}):
             if fed[norm] != {name}:  # one that others share is not this layer's
@@ -134,70 +130,3 @@ def _norms(layer: Any, x: Tensor) -> Tensor:
         where = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
         norms = patch_norm(batch, *where, padding_mode=layer.padding_mode).movedim(1, 0).flatten(1)
     return norms[:, :: -(-norms.numel() // _SAMPLES)].float()
-
-
-class _Consumers(TorchFunctionMode):
-    """Finds out what reads the outputs that are watched: a BatchNorm, or anything else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watched: dict[int, tuple[weakref.ref[Tensor], str, set[Any]]] = {}
-        self.inside = 0
-
-    def watch(self, y: Tensor, name: str, following: set[Any]) -> None:
-        self.watched[id(y)] = (weakref.ref(y), name, following)
-
-    def _found(self, value: Any) -> tuple[str, set[Any]] | None:
-        reference, name, following = self.watched.get(id(value), (None, "", set()))
-        return (name, following) if reference is not None and reference() is value else None
-
-    def enter(self, x: Tensor, norm: BatchNorm) -> str | None:
-        """Note that a BatchNorm starts; return the name of the layer its input comes from."""
-        self.inside += 1
-        known = self._found(x)
-        if known is None:
-            return None
-        known[1].add(norm)
-        return known[0]
-
-    def leave(self) -> None:
-        self.inside -= 1
-
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        self.inside += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func(*args, **(kwargs or {}))
-        if not self.inside and any(isinstance(leaf, Tensor) for leaf in tree_leaves(given)):
-            for leaf in tree_leaves((args, kwargs)):
-                known = self._found(leaf) if isinstance(leaf, Tensor) else None
-                if known is not None:
-                    known[1].add(None)
-        return given
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; restore the modes of its modules at the end."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@contextmanager
-def hooks() -> Iterator[list[Any]]:
-    handles: list[Any] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()

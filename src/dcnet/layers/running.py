@@ -1,0 +1,132 @@
+"""Run a model once, on an example, and see which module made which tensor and which modules read it."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+
+class Made:
+    """A tensor that a module returned.
+
+    readers: for every function of PyTorch that took it, in order, the innermost watched module that was running, or
+    None. Functions that return no tensor, such as those that ask for a shape, do not count.
+    """
+
+    def __init__(self) -> None:
+        self.readers: list[nn.Module | None] = []
+
+
+class Call(NamedTuple):
+    """A call of a watched module: its first input and its output, where these are tensors of watched modules."""
+
+    module: nn.Module
+    input: Made | None
+    single: bool  # whether the input was its only one
+    output: Made | None
+
+
+class Flow(TorchFunctionMode):
+    """Watches modules while it is entered: `calls` has what they did, in the order in which they were done.
+
+    Tensors are not kept alive. A tensor that goes through several modules unchanged, or is changed in place, stays one.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.modules = list(dict.fromkeys(modules))
+        self.calls: list[Call] = []
+        self._running: list[tuple[nn.Module, Made | None]] = []
+        self._known: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._handles: list[Any] = []
+        self._paused = False
+
+    def of(self, value: object) -> Made | None:
+        """Return what is known of a tensor; None for one that no watched module has returned."""
+        reference, made = self._known.get(id(value), (None, None))
+        return made if reference is not None and reference() is value else None  # another may have had that id
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let what is read for a while not count."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __enter__(self) -> "Flow":
+        for module in self.modules:
+            self._handles.append(module.register_forward_pre_hook(self._begun))
+            self._handles.append(module.register_forward_hook(self._ended))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _begun(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._running.append((module, self.of(inputs[0]) if inputs else None))
+
+    def _ended(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        _, given = self._running.pop()
+        made = self.of(output)
+        if made is None and isinstance(output, Tensor):
+            made = Made()
+            self._known[id(output)] = weakref.ref(output), made
+        self.calls.append(Call(module, given, len(inputs) == 1, made))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._paused and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((args, kwargs)):
+                made = self.of(leaf) if isinstance(leaf, Tensor) else None
+                if made is not None:
+                    made.readers.append(self._running[-1][0] if self._running else None)
+        return result
+
+
+def run_once(model: nn.Module, example_input: Any, modules: Iterable[nn.Module]) -> tuple[Flow, set[Made]]:
+    """Call the model with the example, in evaluation mode; return what the modules did, and what the model returned."""
+    flow = Flow(modules)
+    with torch.no_grad(), evaluating(model), flow:
+        outputs = call(model, example_input)
+    return flow, {made for value in tree_leaves(outputs) if (made := flow.of(value)) is not None}
+
+
+def call(model: nn.Module, example_input: Any) -> Any:
+    """Return the model's output for an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
+    if isinstance(example_input, Mapping):
+        return model(**example_input)
+    return model(*example_input) if isinstance(example_input, tuple | list) else model(example_input)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; restore the modes of its modules at the end."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def hooks() -> Iterator[list[Any]]:
+    """Give a list for handles of hooks, which are removed at the end."""
+    handles: list[Any] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
