@@ -30,7 +30,7 @@ from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs
 from dcnet.ops.norms import compute_dtype, inverse, never_zero
 from dcnet.ops.operator import Operator
-from dcnet.util.compat import is_grads_batched
+from dcnet.util.compat import is_grads_batched, unprepared_apply
 
 _CHUNK = 131072  # elements for each thread
 _CHUNKS = 4  # at least: eight maps of a chunk are there at once
@@ -54,7 +54,7 @@ def _slices(x: Tensor) -> list[slice]:
 
 def patch_norms(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the stand-in for x, ‖x‖ of every patch and channel, and every channel's mean: (1, channels, 1, …)."""
-    return _PatchNorms.apply(inputs.x, inputs.geometry, inputs.eps)
+    return _apply_norms(inputs.x, inputs.geometry, inputs.eps)
 
 
 def epilogue(
@@ -68,7 +68,7 @@ def epilogue(
 ) -> Tensor:
     """Return h(‖w‖, ‖x‖)·g(θ) for these norms, normalized kernels and vectors; see `Composite.epilogue`."""
     settings = (inputs.operator, inputs.geometry, inputs.eps, relu)
-    return _Depthwise.apply(*settings, inputs.x, inputs.weight, w_norm, stand_in, norm_map, unit, *vectors)
+    return _apply_depthwise(*settings, inputs.x, inputs.weight, w_norm, stand_in, norm_map, unit, *vectors)
 
 
 @lru_cache(maxsize=64)
@@ -255,6 +255,10 @@ class _Depthwise(torch.autograd.Function):
             None if of is None else of.flatten().to(v.dtype) for of, v in zip(of_vectors, vectors, strict=True)
         ]
         return *(None,) * 7, of_x, of_n, of_unit, *of_vectors
+
+
+# function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
+_apply_norms, _apply_depthwise = unprepared_apply(_PatchNorms), unprepared_apply(_Depthwise)
 
 
 def _added(sums: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor | None]:
