@@ -103,7 +103,21 @@ FUSED = [
     ),
     *("plan", "first_use", "op", "library", "autograd", "api", ""),
 ]
-CPU = ["chunks", "tanh_interpolation", "rewriting", "record", "passes", "autograd", ""]
+CPU = [
+    *(
+        "chunks",
+        "tanh_interpolation",
+        "rewriting",
+        "placement",
+        "record",
+        "passes",
+        "box_sum",
+        "convolution",
+        "depthwise",
+        "autograd",
+    ),
+    "",
+]
 
 
 @pytest.mark.parametrize(("folder", "order"), [("ops", OPS), ("ops/fused", FUSED), ("ops/cpu", CPU)])

@@ -180,9 +180,9 @@ def test_a_fixed_exponent_costs_nothing_more():
 
 def test_no_map_is_kept_where_no_gradient_is_wanted(monkeypatch):
     counts = []
-    programs = passes._programs
+    programs = passes.programs_of
     monkeypatch.setattr(
-        passes, "_programs", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments)
+        passes, "programs_of", lambda *arguments: counts.append(programs(*arguments).kept) or programs(*arguments)
     )
     layer, x = dcnet.DecoupledConv2d(3, 4, 3), torch.randn(2, 3, 5, 5)
     layer(x)

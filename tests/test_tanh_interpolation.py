@@ -15,7 +15,7 @@ RATIOS = [1.0, 1.000001, 1.001, 1.1, 2.0, 4.0, 19.0]
 
 @pytest.fixture(autouse=True)
 def however_small(monkeypatch):
-    monkeypatch.setattr(tanh_interpolation, "_FEWEST", 0)
+    monkeypatch.setattr(tanh_interpolation, "FEWEST", 0)
 
 
 def numbers(ratio, kernels=64, groups=1, behind=True, dtype=torch.float32):
@@ -89,7 +89,7 @@ def test_not_for_few_kernels_nor_for_other_digits():
 
 
 def test_small_maps_choose_no_points(monkeypatch):
-    monkeypatch.setattr(tanh_interpolation, "_FEWEST", 2**16)
+    monkeypatch.setattr(tanh_interpolation, "FEWEST", 2**16)
     n, q = numbers(2.0)
     points = Points(q)
     assert torch.equal(tanh_of_product(n[:1], points), torch.tanh(n[:1] * q))

@@ -131,10 +131,12 @@ MUTANTS = [
         ")",
         "test_programs.py",
     ),
-    Mutant("programs: what is kept written over", "ops/cpu/record.py", "or made_of in wanted ", "", "test_programs.py"),
+    Mutant(
+        "programs: what is kept written over", "ops/cpu/placement.py", "or made_of in wanted ", "", "test_programs.py"
+    ),
     Mutant(
         "programs: what is read later written over",
-        "ops/cpu/record.py",
+        "ops/cpu/placement.py",
         "if any(order[user] > order[node] for user in made_of.users):",
         "if False:",
         "test_programs.py",
@@ -148,21 +150,21 @@ MUTANTS = [
     ),
     Mutant(
         "patch norm: the gradient of a window one off",
-        "ops/cpu/autograd.py",
-        "_BoxSum.apply(grad, ctx.windows, not",
-        "_BoxSum.apply(grad, tuple(w._replace(before=w.before + 1) for w in ctx.windows), not",
+        "ops/cpu/box_sum.py",
+        "differentiable_sums(grad, ctx.windows, not",
+        "differentiable_sums(grad, tuple(w._replace(before=w.before + 1) for w in ctx.windows), not",
         "test_operators.py",
     ),
     Mutant(
         "programs: what is read again written over",
-        "ops/cpu/record.py",
+        "ops/cpu/placement.py",
         "last[argument] is node",
         "True",
         "test_programs.py",
     ),
     Mutant(
         "programs: the caller's tensor written over",
-        "ops/cpu/record.py",
+        "ops/cpu/placement.py",
         ' or "out" in argument.kwargs:',
         ":",
         "test_programs.py",
@@ -170,12 +172,48 @@ MUTANTS = [
     Mutant(
         "programs: a sum before a factor that varies",
         "ops/cpu/rewriting.py",
-        '["size"][dim] == 1 for',
-        '["size"][dim] > 0 for',
+        'or factor.meta["size"][dim] == 1 for',
+        'or factor.meta["size"][dim] > 0 for',
         "test_programs.py",
     ),
     Mutant(
         "programs: a sign lost", "ops/cpu/rewriting.py", "(*factors, -1.0))", "(*factors, 1.0))", "test_operators.py"
+    ),
+    Mutant(
+        "programs: scratch memory used again too early",
+        "ops/cpu/placement.py",
+        "if until < order[node]",
+        "if True",
+        "test_programs.py",
+    ),
+    Mutant(
+        "programs: results handed out in scratch memory",
+        "ops/cpu/placement.py",
+        "            or node in returned\n",
+        "",
+        "test_cpu_depthwise.py",
+    ),
+    Mutant(
+        "depthwise: the mean's share of the norms' gradient dropped",
+        "ops/cpu/depthwise.py",
+        "of_n[rows] if of_mean is None else of_n[rows] + of_mean",
+        "of_n[rows]",
+        "test_cpu_depthwise.py",
+    ),
+    Mutant(
+        "depthwise: only the last images' share of the kernels' gradient",
+        "ops/cpu/depthwise.py",
+        "a if a is None or b is None else a.add_(b)",
+        "b",
+        "test_cpu_depthwise.py",
+    ),
+    Mutant(
+        "depthwise: a later chunk's clamp forgotten",
+        "ops/cpu/depthwise.py",
+        "                clamped, program = True, programs_of(kind, True, False).forward(*given)\n"
+        "                program(out, d, n, one_over_n)\n",
+        "                pass\n",
+        "test_cpu_depthwise.py",
     ),
     Mutant(
         "eager: half the norms' gradient",

@@ -25,14 +25,24 @@ class Composite:
         # Normalized before the convolution, not after it: the dot product of a bounded operator then cannot overflow
         # because of a large kernel, and its gradient in ‖w‖ costs a pass over w, not over the output.
         unit, w_norm = self.unit_kernel(inputs.weight, eps)
-        dot, norm_map = self.dot_and_norms(inputs.x, unit, geometry, eps)
+        relu = post_ops is not None and post_ops.is_relu
+        y = self.map(inputs, unit, w_norm, relu)
+        return y if post_ops is None or relu else post_ops.apply(y)
+
+    def map(self, inputs: Inputs, unit: Tensor, w_norm: Tensor, relu: bool) -> Tensor:
+        """Return h(‖w‖, ‖x‖)·g(θ) for the normalized kernels, or with `relu` the maximum of that and 0."""
+        dot, norm_map = self.dot_and_norms(inputs, unit, w_norm)
+        vectors = self.vectors(inputs, w_norm, norm_map)
+        return self.epilogue(dot, norm_map, inputs.operator, vectors, inputs.eps, inputs.geometry.groups, relu)
+
+    @staticmethod
+    def vectors(inputs: Inputs, w_norm: Tensor, norm_map: Tensor) -> tuple[Tensor | None, ...]:
+        """Return what `epilogue` needs of every kernel: s, t, ρ, b and the learned parameters."""
+        operator = inputs.operator
         rho, radius = inputs.radii(norm_map)
         factor = operator.kernel_factor(w_norm, rho, inputs.learned)
         gain = w_norm if operator.weighting == "joint" else None
-        vectors = (factor, gain, radius, inputs.bias, *(inputs.learned[name] for name in operator.learned))
-        relu = post_ops is not None and post_ops.is_relu
-        y = self.epilogue(dot, norm_map, operator, vectors, eps, geometry.groups, relu)
-        return y if post_ops is None or relu else post_ops.apply(y)
+        return factor, gain, radius, inputs.bias, *(inputs.learned[name] for name in operator.learned)
 
     def inner_product_kernel(self, inputs: Inputs) -> Tensor:
         """Return the kernel whose plain convolution is LinearConv with cosine; every weighting puts ‖w‖ back once."""
@@ -53,9 +63,10 @@ class Composite:
         """
         return norms.root(norms.box_sum(norms.sum_of_squares(x, geometry.groups), geometry), eps)
 
-    def dot_and_norms(self, x: Tensor, unit: Tensor, geometry: Geometry, eps: float) -> tuple[Tensor, Tensor]:
+    def dot_and_norms(self, inputs: Inputs, unit: Tensor, w_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Return ⟨w, x⟩/‖w‖ of every patch and kernel, and ‖x‖ (N, groups, …) of every patch."""
-        return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
+        x, geometry = inputs.x, inputs.geometry
+        return convolve(x, unit, None, geometry), self.norm_map(x, geometry, inputs.eps)
 
     @staticmethod
     def epilogue(

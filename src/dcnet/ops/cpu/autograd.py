@@ -1,41 +1,56 @@
 """Norms, dot products and normalized kernels as autograd functions."""
 
-from collections.abc import Iterator
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dcnet.ops import norms
 from dcnet.ops.composite import Composite
+from dcnet.ops.cpu import depthwise
+from dcnet.ops.cpu.box_sum import box_sum
 from dcnet.ops.cpu.chunks import chunks
+from dcnet.ops.cpu.convolution import convolution_gradients
 from dcnet.ops.cpu.passes import epilogue
 from dcnet.ops.geometry import Geometry, convolve
+from dcnet.ops.inputs import Inputs
+from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import compute_dtype, inverse, per_kernel
-from dcnet.util.compat import is_grads_batched
+from dcnet.util.compat import is_grads_batched, unprepared_apply
 
 
 class AutogradFunctions(Composite):
     """`impl="eager"` where nothing, such as a compiler, has to look into an autograd function."""
 
     def unit_kernel(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return _UnitKernel.apply(weight, eps)
+        return _unit_kernel(weight, eps)
+
+    def map(self, inputs: Inputs, unit: Tensor, w_norm: Tensor, relu: bool) -> Tensor:
+        if not depthwise.applies(inputs) or _autocast(inputs.x):
+            return super().map(inputs, unit, w_norm, relu)
+        stand_in, norm_map, mean = depthwise.patch_norms(inputs)
+        # Means are all that the radii depend on. Over several ranks, they have to know how many norms there are.
+        over_ranks = isinstance(inputs.mean_norm, BatchMean) and inputs.mean_norm.sync
+        vectors = self.vectors(inputs, w_norm, norm_map if over_ranks else mean)
+        return depthwise.epilogue(inputs, stand_in, norm_map, unit, w_norm, vectors, relu)
 
     def norm_map(self, x: Tensor, geometry: Geometry, eps: float) -> Tensor:
-        return norms.root(_box_sum(_SumOfSquares.apply(x, geometry.groups), geometry), eps)
+        return norms.root(box_sum(_SumOfSquares.apply(x, geometry.groups), geometry), eps)
 
-    def dot_and_norms(self, x: Tensor, unit: Tensor, geometry: Geometry, eps: float) -> tuple[Tensor, Tensor]:
-        kind = x.device.type
-        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        # under autocast the convolution decides on the dtype
-        if geometry.dims == 0 or geometry.symmetric_padding is None or autocast:
+    def dot_and_norms(self, inputs: Inputs, unit: Tensor, w_norm: Tensor) -> tuple[Tensor, Tensor]:
+        x, geometry, eps = inputs.x, inputs.geometry, inputs.eps
+        if geometry.dims == 0 or geometry.symmetric_padding is None or _autocast(x):
             return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
-        dot, squares = _DotAndSquares.apply(x, unit, geometry)
-        return dot, norms.root(_box_sum(squares, geometry), eps)
+        dot, squares = _dot_and_squares(x, unit, inputs.weight, w_norm, geometry, eps)
+        return dot, norms.root(box_sum(squares, geometry), eps)
 
     epilogue = staticmethod(epilogue)
+
+
+def _autocast(x: Tensor) -> bool:
+    """Tell whether autocast is active, under which the convolution decides on the dtype."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class _UnitKernel(torch.autograd.Function):
@@ -95,118 +110,38 @@ class _SumOfSquares(torch.autograd.Function):
 
 
 class _DotAndSquares(torch.autograd.Function):
-    """Computes a convolution, and Σx² over each group's channels; adds both parts of the gradient of x in one pass."""
+    """Computes a convolution, and Σx² over each group's channels; adds both parts of the gradient of x in one pass.
+
+    It is called with w and ‖w‖ besides the normalized kernels. They are kept anyway, so the normalized kernels need not
+    be: backward makes them again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        ctx.geometry = geometry
-        ctx.save_for_backward(x, kernel)
-        dot, squares = convolve(x, kernel, None, geometry), _squares(x, geometry.groups)
+    def forward(
+        ctx: Any, x: Tensor, unit: Tensor, weight: Tensor, w_norm: Tensor, geometry: Geometry, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.geometry, ctx.eps = geometry, eps
+        ctx.save_for_backward(x, weight, w_norm)
+        dot, squares = convolve(x, unit, None, geometry), _squares(x, geometry.groups)
         if not ctx.needs_input_grad[0]:  # they do not depend on the kernel
             ctx.mark_non_differentiable(squares)
         return dot, squares
 
     @staticmethod
-    def backward(ctx: Any, of_dot: Tensor, of_squares: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, kernel = ctx.saved_tensors
-        g, (want_x, want_kernel, _) = ctx.geometry, ctx.needs_input_grad
-        shape = (g.stride, g.symmetric_padding, g.dilation, False, [0] * g.dims, g.groups)
-        grad_x, grad_kernel, _ = torch.ops.aten.convolution_backward(
-            of_dot, x, kernel, None, *shape, (want_x, want_kernel, False)
-        )
-        if want_x:
+    def backward(ctx: Any, of_dot: Tensor, of_squares: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, w_norm = ctx.saved_tensors
+        g, (want_x, want_unit, *_) = ctx.geometry, ctx.needs_input_grad
+        unit = norms.normalized(weight, inverse(w_norm, ctx.eps))
+        grad_x, grad_unit = convolution_gradients(of_dot, x, unit, g, want_x, want_unit)
+        if grad_x is not None:
             grouped, doubled = x.unflatten(1, (g.groups, -1)), (2.0 * of_squares).unsqueeze(2)
             # a gradient that is differentiated itself, or batched, cannot be changed in place
             if torch.is_grad_enabled() or is_grads_batched(of_dot):
                 grad_x = grad_x + (grouped * doubled).reshape(x.shape).to(grad_x.dtype)
             else:
                 grad_x.unflatten(1, (g.groups, -1)).addcmul_(grouped, doubled)
-        return grad_x, grad_kernel, None
+        return grad_x, grad_unit, None, None, None, None
 
 
-def _box_sum(maps: Tensor, geometry: Geometry) -> Tensor:
-    """Return the sum over the window of every patch, for each channel separately."""
-    if geometry.is_pointwise or maps.device.type != "cpu" or max(geometry.kernel_size) > 7:
-        return norms.box_sum(maps, geometry)
-    if geometry.padding_mode != "zeros":
-        maps, padding = geometry.pad(maps), ((0, 0),) * geometry.dims
-    else:  # zeros add nothing, so no padded map is written; with a large dilation it would be much larger than the map
-        padding = geometry.padding
-    sizes = maps.shape[2:]
-    windows = tuple(
-        Windows(size, step, apart, before, length, (length + before + after - apart * (size - 1) - 1) // step + 1)
-        for size, step, apart, (before, after), length in zip(
-            geometry.kernel_size, geometry.stride, geometry.dilation, padding, sizes, strict=True
-        )
-    )
-    return _BoxSum.apply(maps, windows, False)
-
-
-class Windows(NamedTuple):
-    """The windows along one dimension: window o holds the places o·step − before + j·apart for 0 ≤ j < size."""
-
-    size: int
-    step: int
-    apart: int
-    before: int
-    inputs: int
-    outputs: int
-
-    def overlaps(self) -> Iterator[tuple[slice, slice]]:
-        """Yield, for each j, the windows whose j-th place lies inside the map, and those places."""
-        for j in range(self.size):
-            offset = j * self.apart - self.before
-            first = max(0, -(offset // self.step))  # the smallest o with o·step + offset ≥ 0
-            end = min(self.outputs, (self.inputs - 1 - offset) // self.step + 1)
-            if first < end:
-                start = first * self.step + offset
-                yield slice(first, end), slice(start, start + (end - first - 1) * self.step + 1, self.step)
-
-
-class _BoxSum(torch.autograd.Function):
-    """Computes the sum over every window, or, transposed, for every place the sum over the windows that hold it.
-
-    It adds slices, one dimension at a time: five times faster on a CPU than pooling.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, maps: Tensor, windows: tuple[Windows, ...], transposed: bool) -> Tensor:
-        ctx.windows, ctx.transposed = windows, transposed
-        for i, along in enumerate(windows):
-            lead = (slice(None),) * (2 + i)
-            sizes = list(maps.shape)
-            sizes[2 + i] = along.inputs if transposed else along.outputs
-            sums = maps.new_zeros(sizes)
-            overlaps = list(along.overlaps())
-            # in the order of what is read, so that a sum and its transpose add up alike
-            for of_windows, of_places in reversed(overlaps) if transposed else overlaps:
-                read, written = (of_windows, of_places) if transposed else (of_places, of_windows)
-                sums[*lead, written] += maps[*lead, read]
-            maps = sums
-        return maps
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if is_grads_batched(grad):  # which cannot be written into a buffer
-            return _placed_sums(grad, ctx.windows, not ctx.transposed), None, None
-        return _BoxSum.apply(grad, ctx.windows, not ctx.transposed), None, None
-
-
-def _placed_sums(maps: Tensor, windows: tuple[Windows, ...], transposed: bool) -> Tensor:
-    """Return what `_BoxSum` does, with a padded copy of every slice."""
-    for i, along in enumerate(windows):
-        dim, size = 2 + i, along.inputs if transposed else along.outputs
-        lead = (slice(None),) * dim
-        placed = []
-        for of_windows, of_places in along.overlaps():
-            read, written = (of_windows, of_places) if transposed else (of_places, of_windows)
-            whole = read.start == 0 and read.stop == maps.shape[dim] and read.step in (None, 1)
-            values, step = maps if whole else maps[*lead, read], written.step or 1  # batches have no rule for an alias
-            if step > 1:  # zeros in between
-                zeros = [torch.zeros_like(values)] * (step - 1)
-                values = torch.stack([values, *zeros], dim + 1).flatten(dim, dim + 1)
-                values = values.narrow(dim, 0, written.stop - written.start)
-            around = [written.start, size - written.start - values.shape[dim]]
-            placed.append(F.pad(values, [0, 0] * (maps.dim() - 1 - dim) + around))
-        maps = reduce(torch.add, placed)
-    return maps
+# function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
+_unit_kernel, _dot_and_squares = unprepared_apply(_UnitKernel), unprepared_apply(_DotAndSquares)

@@ -1,6 +1,8 @@
 """Work on a CPU in chunks that fit its cache."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,3 +23,59 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if x.numel() == 0:
         return iter(())
     return iter([tensors]) if rows >= x.shape[0] else zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def row_slices(x: Tensor, elements: int, least: int) -> list[slice]:
+    """Return slices along the first dimension of x, all alike, with about that many elements for each thread.
+
+    There are at least as many slices as `least`, or rows.
+    """
+    count = min(x.shape[0], max(least, round(x.numel() / (elements * torch.get_num_threads()))))
+    rows = -(-x.shape[0] // count)
+    return [slice(start, min(start + rows, x.shape[0])) for start in range(0, x.shape[0], rows)]
+
+
+_MOST = 2**23  # elements of scratch memory that a thread keeps: 32 MiB
+
+
+class _Kept(threading.local):
+    """The scratch memory of a thread, one buffer for each dtype, and its parts by (dtype, shape, how many)."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[torch.dtype, Tensor] = {}
+        self.parts: dict[Any, list[Tensor]] = {}
+
+
+_kept = _Kept()
+
+
+def scratch(count: int, chunk: Sequence[Tensor]) -> list[Tensor]:
+    """Return buffers in the size of the largest tensor of a chunk, in the dtype that takes most memory.
+
+    What is in them is lost when the same thread asks again. Where possible it is the same memory each time: the C
+    library gives memory of this size back to the operating system, and a page that is new takes longer to fetch than
+    what is computed in it.
+    """
+    if count == 0:
+        return []
+    largest = max(chunk, key=Tensor.numel)
+    dtype = max([tensor.dtype for tensor in chunk], key=_bytes)
+    shape, elements = largest.shape, largest.numel()
+    if largest.device.type != "cpu" or type(largest) is not Tensor or count * elements > _MOST:
+        return [torch.empty(shape, dtype=dtype, device=largest.device) for _ in range(count)]
+    parts = _kept.parts.get((dtype, shape, count))
+    if parts is None:
+        buffer = _kept.buffers.get(dtype)
+        with torch.inference_mode(False):  # memory made in inference mode can be used nowhere else
+            if buffer is None or buffer.numel() < count * elements:
+                buffer = _kept.buffers[dtype] = torch.empty(count * elements, dtype=dtype)
+                _kept.parts.clear()
+            if len(_kept.parts) > 256:
+                _kept.parts.clear()
+            parts = [part.view(shape) for part in buffer[: count * elements].split(elements)]
+        _kept.parts[dtype, shape, count] = parts
+    return parts
+
+
+def _bytes(dtype: torch.dtype) -> int:
+    return dtype.itemsize

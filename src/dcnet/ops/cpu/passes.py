@@ -24,9 +24,10 @@ from torch import Tensor
 
 from dcnet.ops.cpu.chunks import chunks
 from dcnet.ops.cpu.record import Pair, record
+from dcnet.ops.cpu.tanh_interpolation import FEWEST
 from dcnet.ops.norms import inverse, never_zero
 from dcnet.ops.operator import Operator
-from dcnet.util.compat import is_grads_batched
+from dcnet.util.compat import is_grads_batched, unprepared_apply
 
 
 def epilogue(
@@ -40,30 +41,35 @@ def epilogue(
 ) -> Tensor:
     """Return y in the shape, dtype and memory format of the dot product; see `Composite.epilogue`."""
     batch, channels, *positions = dot.shape
-    kernels, count = channels // groups, math.prod(positions)
-    by_channel = _channels_last(dot)
-    if by_channel:  # rows of channels: (N·positions, groups, kernels)
-        d = dot.movedim(1, -1).reshape(batch * count, groups, kernels)
-        n = norm_map.movedim(1, -1).reshape(batch * count, groups, 1)
-    else:  # (N, groups, kernels, positions)
-        d = dot.reshape(batch, groups, kernels, count)
-        n = norm_map.reshape(batch, groups, 1, count)
-
-    def per_kernel(v: Tensor | None) -> Tensor | None:
-        return None if v is None else v.to(n.dtype).reshape((groups, kernels) if by_channel else (groups, kernels, 1))
-
-    y = _Epilogue.apply(operator, relu, eps, torch.is_grad_enabled(), d, n, *map(per_kernel, vectors))
+    by_channel = channels_last(dot)
+    d, n = (arranged(maps, groups, by_channel) for maps in (dot, norm_map))
+    of_kernels = (per_kernel(v, n.dtype, groups, by_channel) for v in vectors)
+    y = _apply_epilogue(operator, relu, eps, torch.is_grad_enabled(), d, n, *of_kernels)
     if by_channel:
         return y.reshape(batch, *positions, channels).movedim(-1, 1)
     return y.reshape(dot.shape)
 
 
-def _channels_last(x: Tensor) -> bool:
+def arranged(maps: Tensor, groups: int, by_channel: bool) -> Tensor:
+    """Return maps as (N, groups, kernels, positions), or by channel as (N·positions, groups, kernels)."""
+    batch, channels, *positions = maps.shape
+    kernels, count = channels // groups, math.prod(positions)
+    if by_channel:
+        return maps.movedim(1, -1).reshape(batch * count, groups, kernels)
+    return maps.reshape(batch, groups, kernels, count)
+
+
+def per_kernel(v: Tensor | None, dtype: torch.dtype, groups: int, by_channel: bool) -> Tensor | None:
+    """Return a vector (out_channels,) in the shape that goes with `arranged`."""
+    return None if v is None else v.to(dtype).reshape((groups, -1) if by_channel else (groups, -1, 1))
+
+
+def channels_last(x: Tensor) -> bool:
     """Tell whether the channels of x lie next to each other in memory, and x is not contiguous as well."""
     return x.dim() == 2 or (x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous())
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What decides which programs a call needs; the key of their cache."""
 
     operator: Operator
@@ -72,7 +78,9 @@ class _Kind(NamedTuple):
     there: tuple[bool, ...]  # which vectors are given
     wanted: tuple[bool, ...]  # which gradients are needed, of (d, n, *vectors)
     direct: bool  # whether d has the dtype of the arithmetic
+    single: bool  # whether groups have one kernel each, so that n is as large as d
     never_zero: bool  # whether eps keeps norms above 0
+    few: bool  # whether there are too few results to interpolate tanh
 
 
 class _Epilogue(torch.autograd.Function):
@@ -94,26 +102,28 @@ class _Epilogue(torch.autograd.Function):
     ) -> Tensor:
         given = [v for v in vectors if v is not None]
         wanted = ctx.needs_input_grad[4:]  # set under no_grad too, hence `differentiable`
-        kind = _Kind(
+        kind = Kind(
             operator,
             relu,
             d.dim(),
             tuple(v is not None for v in vectors),
             wanted,
             d.dtype == n.dtype,
+            d.shape[2] == 1,
             never_zero(eps, n.dtype),
+            d.numel() < FEWEST,
         )
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may hold no numbers
         keep = on_cpu and differentiable and any(wanted)
         clamped = not on_cpu  # whether |d/n| may be ≥ 1 somewhere; to ask another device is to wait for it
-        programs = _programs(kind, clamped, keep)
+        programs = programs_of(kind, clamped, keep)
         program, count = programs.forward(*given), programs.kept
         y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
         one_over_n = inverse(n, eps)
         for parts in chunks(y, *kept, d, n, one_over_n):
             (extremes,) = program(*parts)
             if not clamped and not -1.0 < extremes[0].item() <= extremes[1].item() < 1.0:
-                clamped, program = True, _programs(kind, True, keep).forward(*given)
+                clamped, program = True, programs_of(kind, True, keep).forward(*given)
                 program(*parts)
         ctx.kind, ctx.eps, ctx.clamped = kind, eps, clamped
         ctx.save_for_backward(d, n, y if relu else None, *vectors, *kept)
@@ -128,9 +138,9 @@ class _Epilogue(torch.autograd.Function):
         # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in
         # place; a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
         if torch.is_grad_enabled() or is_grads_batched(e):
-            of_d, *others = _gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
+            of_d, *others = gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
             return None, None, None, None, None if of_d is None else of_d.to(d.dtype), *others
-        program = _programs(kind, ctx.clamped, bool(kept)).backward(*(v for v in vectors if v is not None))
+        program = programs_of(kind, ctx.clamped, bool(kept)).backward(*(v for v in vectors if v is not None))
         grad_d = [torch.empty_like(d)] if kind.wanted[0] else []
         later = [full for full in (y, e) if full is not None]
         sums: list[Any] = [
@@ -146,13 +156,16 @@ class _Epilogue(torch.autograd.Function):
         return None, None, None, None, grad_d[0] if grad_d else None, grad_n, *sums
 
 
+_apply_epilogue = unprepared_apply(_Epilogue)
+
+
 @lru_cache(maxsize=1024)
-def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
-    """Return the recorded programs of `Operator.value` and `_gradients`.
+def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
+    """Return the recorded programs of `Operator.value` and `gradients`.
 
     Without a clamp, the forward program also returns the smallest and the largest d/n.
     """
-    d = torch.ones((2, 3, 5, 7)[: kind.dims], dtype=torch.float64)
+    d = torch.ones((2, 3, 1 if kind.single else 5, 7)[: kind.dims], dtype=torch.float64)
     per_kernel = d[0, ..., :1] if kind.dims == 4 else d[0]
     inputs = {"d": d, "n": d[:, :, :1], "one_over_n": d[:, :, :1]}
     vectors = {
@@ -166,11 +179,12 @@ def _programs(kind: _Kind, clamped: bool, keep: bool) -> Pair:
         return y.clamp(min=0.0) if kind.relu else y, extremes
 
     def backward(d: Any, n: Any, one_over_n: Any, y: Any, e: Any, **vectors: Any) -> tuple[Any, ...]:
-        return _gradients(kind, clamped, d, n, one_over_n, *vectors.values(), y, e)
+        return gradients(kind, clamped, d, n, one_over_n, *vectors.values(), y, e)
 
     later = {"y": d if kind.relu else None, "e": d}
     inverses = ("n", "one_over_n") if kind.never_zero else None
-    return record(forward, backward, inputs, later, d.shape, keep, kind.direct, once=vectors, inverses=inverses)
+    options = (keep, kind.direct, vectors, inverses, kind.few)
+    return record(forward, backward, inputs, later, d.shape, *options)
 
 
 def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
@@ -178,7 +192,7 @@ def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
     return c.clamp(-1.0, 1.0) if clamped else c
 
 
-def _gradients(kind: _Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
+def gradients(kind: Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
     """Return the gradients of (d, n, factor, gain, radius, bias, *learned), None for those not wanted.
 
     The top of this file has the formulas. clamped: whether cos θ may be clamped somewhere, where no gradient passes.

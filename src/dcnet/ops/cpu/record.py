@@ -7,7 +7,8 @@ torch.fx, value and gradients in one graph, and the graph is improved:
 - in products, small factors (one for each position, or for each kernel) come last, and after sums where possible;
 - tanh of a product of small factors is left to `tanh_interpolation.py`;
 - the forward pass keeps the results of slow functions (tanh takes as long as twenty products) for the backward pass;
-- a result that is not read again is overwritten, and the last operation writes directly to the caller's tensor.
+- a result that is not read again is overwritten, and the last operation writes directly to the caller's tensor;
+- what lies in between goes to memory that stays, not to memory that is fetched from the operating system each time.
 """
 
 import operator
@@ -17,29 +18,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx, nn
 
+from dcnet.ops.cpu.chunks import scratch
+from dcnet.ops.cpu.placement import write_over, write_to, write_to_scratch
 from dcnet.ops.cpu.rewriting import note_sizes, simplify, small_factors_last, tanh_of_products
 from dcnet.ops.cpu.tanh_interpolation import tanh_of_product
 
-_COMMUTATIVE = (operator.mul, operator.add)
-
-# operation (a function, or a method by its name) -> the method that works in place, and the function that takes out=
-_VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
-    operator.mul: ("mul_", torch.mul),
-    operator.add: ("add_", torch.add),
-    operator.sub: ("sub_", torch.sub),
-    operator.truediv: ("div_", torch.div),
-    operator.neg: ("neg_", torch.neg),
-    "clamp": ("clamp_", torch.clamp),
-    torch.abs: ("abs_", torch.abs),
-    torch.rsqrt: ("rsqrt_", torch.rsqrt),
-    torch.tanh: ("tanh_", torch.tanh),
-    torch.asin: ("asin_", torch.asin),
-    tanh_of_product: ("", tanh_of_product),  # its arguments are small: none is overwritten
-}
-
 # Slower than writing their results to memory and reading them again (benchmarks/NOTES.md). asin is not: it takes half
-# the time of tanh.
-_SLOW = (torch.tanh, tanh_of_product, operator.pow)
+# the time of tanh. Nor is `tanh_of_product`, except for a few results, which take little memory.
+_SLOW = (torch.tanh, operator.pow)
+_SLOW_IF_FEW = (*_SLOW, tanh_of_product)
 
 Pass = Callable[..., tuple[Any, ...]]  # over one chunk
 
@@ -71,6 +58,7 @@ def record(
     direct: bool = True,
     once: Mapping[str, Tensor | None] | None = None,
     inverses: tuple[str, str] | None = None,
+    few: bool = False,
 ) -> Pair:
     """Return the programs of a forward and a backward function.
 
@@ -89,6 +77,7 @@ def record(
         direct: whether the caller's tensors have the dtype of the arithmetic.
         once: example tensors that are the same for every chunk.
         inverses: the names of two inputs whose product is 1.
+        few: whether the results are fewer than tanh is interpolated for.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -117,7 +106,7 @@ def record(
         [placeholders[name] for name in names if examples[name] is not None] for names in (inputs, later, once)
     )
     ahead, behind = cast(tuple[Any, Any], graph.output_node().args[0])
-    kept = _kept(graph, ahead, behind) if keep else []
+    kept = _kept(graph, ahead, behind, _SLOW_IF_FEW if few else _SLOW) if keep else []
     return Pair(
         _cut(graph, first, same, [ahead[0], *kept], ahead[1:], direct),
         _cut(graph, [*kept, *first, *second], same, [] if behind[0] is None else [behind[0]], behind[1:], direct),
@@ -138,10 +127,10 @@ def _needed(results: Iterable[Any], given: Iterable[fx.Node]) -> set[fx.Node]:
     return needed
 
 
-def _kept(graph: fx.Graph, ahead: Iterable[Any], behind: Iterable[Any]) -> list[fx.Node]:
+def _kept(graph: fx.Graph, ahead: Iterable[Any], behind: Iterable[Any], functions: Sequence[Any]) -> list[fx.Node]:
     """Return the results of slow functions in the forward pass that the backward pass would compute again."""
     computed = _needed(ahead, [])
-    slow = [node for node in graph.nodes if node in computed and node.target in _SLOW and node.meta["full"]]
+    slow = [node for node in graph.nodes if node in computed and node.target in functions and node.meta["full"]]
     again = _needed(behind, slow)
     return [node for node in slow if node in again]
 
@@ -168,7 +157,7 @@ def _cut(
             copies[node] = part.node_copy(node, copies.__getitem__)
     wanted = {copies[result] for result in (*outs, *results) if isinstance(result, fx.Node)}
     for number, (node, place) in enumerate(zip(outs, places, strict=True)):
-        _write_to(part, copies[node], place, direct or number > 0, wanted)
+        write_to(part, copies[node], place, direct or number > 0, wanted)
     # A result that is returned twice, or for every chunk, is returned as a copy: the caller may change it.
     distinct: list[Any] = []
     for result in results:
@@ -176,7 +165,8 @@ def _cut(
         shared = isinstance(copy, fx.Node) and (copy in distinct or copy.op == "placeholder")
         distinct.append(part.call_method("clone", (copy,)) if shared else copy)
     part.output(tuple(distinct))
-    _write_over(part)
+    write_over(part)
+    buffers = write_to_scratch(part)
     run = fx.GraphModule(nn.Module(), part).forward
 
     before = fx.Graph()
@@ -190,7 +180,7 @@ def _cut(
 
     def program(*same: Tensor) -> Pass:
         made_ready = prepare(*same)
-        return lambda *chunk: run(*chunk, *same, *made_ready)
+        return lambda *chunk: run(*chunk, *same, *made_ready, *scratch(buffers, chunk))
 
     return program
 
@@ -206,53 +196,3 @@ def _ready(graph: fx.Graph, once: Sequence[fx.Node], needed: set[fx.Node]) -> li
         for node in graph.nodes
         if node in known and node not in once and any(user in needed and user not in known for user in node.users)
     ]
-
-
-def _write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, wanted: set[fx.Node]) -> None:
-    """Make a node write its result to a place, directly where possible, otherwise by a copy.
-
-    What the node is computed from is written there first, if nothing else reads it.
-    """
-
-    def can_be(node: Any) -> bool:
-        computed = isinstance(node, fx.Node) and node.op != "placeholder" and node.target in _VARIANTS
-        return computed and node.meta["full"] and node.meta["arithmetic"] and "out" not in node.kwargs
-
-    if not (direct and can_be(node) and isinstance(node.args[0], fx.Node)):
-        with graph.inserting_after(node):
-            graph.call_method("copy_", (place, node))
-        return
-    order = {other: number for number, other in enumerate(graph.nodes)}
-    while True:
-        node.op, node.target = "call_function", _VARIANTS[node.target][1]
-        node.kwargs = {**node.kwargs, "out": place}
-        made_of = node.args[0]
-        if not can_be(made_of) or made_of in wanted or not isinstance(made_of.args[0], fx.Node):
-            return
-        if any(order[user] > order[node] for user in made_of.users):
-            return
-        node = made_of
-
-
-def _write_over(graph: fx.Graph) -> None:
-    """Make operations overwrite an argument that is not read again.
-
-    That is safe because no recorded operation returns its argument, or a view of it.
-    """
-    last = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
-    for node in graph.nodes:
-        if (
-            node.op == "placeholder"
-            or node.target not in _VARIANTS
-            or "out" in node.kwargs
-            or not (node.meta["full"] and node.meta["arithmetic"])
-        ):
-            continue
-        for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
-            argument = node.args[position]
-            if not isinstance(argument, fx.Node) or argument.op == "placeholder" or "out" in argument.kwargs:
-                continue
-            if argument.meta["full"] and argument.meta["arithmetic"] and last[argument] is node:
-                rest = tuple(other for number, other in enumerate(node.args) if number != position)
-                node.op, node.target, node.args = "call_method", _VARIANTS[node.target][0], (argument, *rest)
-                break

@@ -53,6 +53,10 @@ def simplify(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is operator.pos:
             node.replace_all_uses_with(node.args[0])
+        if node.target == "sum" and "keepdim" in node.kwargs:
+            summand, dims = node.args
+            if all(summand.meta["size"][dim] == 1 for dim in dims):  # groups of one kernel each
+                node.replace_all_uses_with(summand)
         for position, argument in enumerate(node.args):
             if isinstance(argument, int | float) and _NEUTRAL.get((node.target, position)) == argument:
                 other = node.args[1 - position]

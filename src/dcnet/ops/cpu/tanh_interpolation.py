@@ -28,7 +28,7 @@ Numbers = NDArray[np.float64]
 _ERROR = 2.0**-25  # of the polynomial, relative; rounding adds its own
 _CONSTANT = 4.0  # the error is below 4·B^−points for ratios up to 20; tests/test_tanh_interpolation.py measures it
 _GREATEST_RATIO = 20.0
-_FEWEST = 2**16  # results; for fewer, choosing points takes as long as tanh
+FEWEST = 2**17 + 1  # results; for fewer, choosing points takes as long as tanh
 _FEW = 4  # points; with more, a matrix product is faster than one pass for each
 
 
@@ -84,7 +84,7 @@ def _chebyshev(count: int) -> tuple[Numbers, Numbers]:
 def tanh_of_product(n: Tensor, points: Points, out: Tensor | None = None) -> Tensor:
     """Return tanh(n·q) for n (rows, groups, 1[, positions]) and the q of `points`; autograd cannot follow it."""
     q = points.q
-    chosen = points.chosen if n.numel() * q.shape[1] >= _FEWEST else None
+    chosen = points.chosen if n.numel() * q.shape[1] >= FEWEST else None
     if chosen is None:
         return torch.tanh(n * q, out=out)
     at, shares = chosen
