@@ -105,6 +105,8 @@ def test_few_operations(magnitude):
     assert operations(Inference(layer).epilogue) <= {"ball": 2, "seg": 3}.get(magnitude, 6)
     same = dcnet.DecoupledConv2d(4, 6, 3, magnitude="tanh", radius=2.0).eval()
     assert not list(Inference(same).epilogue.buffers())  # one radius for all kernels is a number
+    shared = dcnet.DecoupledConv2d(4, 6, 3, magnitude="seg", angular="square_cosine", radius=2.0).eval()
+    assert operations(Inference(shared).epilogue) <= 6
 
 
 def test_half_precision_keeps_norms_exact():

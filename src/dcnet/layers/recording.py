@@ -42,7 +42,7 @@ def degree_in_dot(operator: Operator) -> float | None:
 
 def _ball_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
     """α·min(n, ρ)/(ρ·n) = α·min(1/n, 1/ρ)"""
-    return _smaller(i, 1.0 / rho) * choice.value("alpha", 1.0)
+    return torch.minimum(i, 1.0 / rho) * choice.value("alpha", 1.0)
 
 
 def _linear_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
@@ -53,12 +53,10 @@ def _linear_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
 def _seg_by_inverse(i: Any, rho: Any, choice: Choice, dims: int) -> Any:
     """β + (α − β)·min(1, ρ/n): the straight line β + (α − β)·ρ/n, cut off at α"""
     alpha, beta = choice.value("alpha", 1.0), choice.value("beta", 0.5)
-    slope = (alpha - beta) * rho
-    if isinstance(slope, Tensor):  # one convolution of the map of 1/n, which onnxruntime cuts off in the same pass
-        convolution = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
-        line = convolution(i, slope.reshape(-1, *[1] * (dims + 1)), torch.full((len(slope),), beta).to(slope))
-    else:
-        line = i * slope + beta
+    slope = ((alpha - beta) * rho).reshape(-1, *[1] * (dims + 1))
+    # one convolution of the map of 1/n, which onnxruntime cuts off in the same pass
+    convolution = (F.linear, F.conv1d, F.conv2d, F.conv3d)[dims]
+    line = convolution(i, slope, torch.full((len(slope),), beta).to(slope))
     return line.clamp(max=alpha) if alpha >= beta else line.clamp(min=alpha)
 
 
@@ -107,18 +105,16 @@ def record_epilogue(
         return operator.angular(c, None, learned)[0] * h
 
     def by_inverse(dot: Any, i: Any) -> Any:
-        magnitude = operator.magnitude
-        y = dot * _BY_INVERSE[magnitude.formula.function](i, radius, magnitude, dims)
+        magnitude, rho = operator.magnitude, vectors.radius
+        if rho is not None:  # as a tensor, of one element if all kernels share it
+            rho = rho.detach()[: None if isinstance(radius, Tensor) else 1].reshape(-1, *[1] * dims)
+        y = dot * _BY_INVERSE[magnitude.formula.function](i, rho, magnitude, dims)
         return y if degree_in_dot(operator) == 1.0 else y * (dot * i).abs()
 
     graph = fx.symbolic_trace(Epilogue())
     _simplify(graph.graph)
     graph.recompile()
     return graph
-
-
-def _smaller(values: Any, limit: Any) -> Any:
-    return torch.minimum(values, limit) if isinstance(limit, Tensor) else values.clamp(max=limit)
 
 
 def _inverse(norm: Any) -> Any:
