@@ -159,3 +159,15 @@ def test_without_a_compiler(monkeypatch):
     for _ in range(3):
         launches(Memory((torch.zeros(4), torch.zeros(8))), 0.5, 0.125)
     assert [len(kernel.compiled.runs) for kernel in kernels] == [2, 2]
+
+
+def test_a_triton_that_describes_kernels_in_another_way(driver):
+    """The reason is said, and kernels run from Python."""
+    kernels, launches = two_kernels(driver)
+    kernels[0].compiled.function = "a handle"
+    memory = Memory((torch.zeros(4), torch.zeros(8)))
+    with pytest.warns(UserWarning, match="this Triton describes them in another way"):
+        launches(memory, 0.5, 0.125)
+    launches(memory, 0.5, 0.125)
+    assert driver.launches == []
+    assert [len(kernel.compiled.runs) for kernel in kernels] == [1, 1]

@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from dcnet.data import ImageFolder, Resident
+from dcnet.layers import decoupled_layers
 from dcnet.training.calibration import calibrated
 from dcnet.training.callback import Callback, Callbacks
 from dcnet.training.diagnose import NonFiniteLoss, first_non_finite
@@ -117,6 +118,8 @@ def _train(
         run.keep_metrics(state.step)
     progress.begin(run, steps, state.step, per_epoch)
     state.say = progress.note
+    if ranks.device.type == "cuda" and decoupled_layers(state.model):
+        progress.note("the first step compiles kernels that no earlier run has left in Triton's cache: up to a minute")
     if state.of_graphs:
         progress.note(state.of_graphs)
 

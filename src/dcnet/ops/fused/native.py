@@ -36,7 +36,11 @@ def compiled_launcher() -> Any:
 
 def pack(launchers: Sequence[Launcher]) -> bytes | None:
     """Return the launches as launch.c takes them; None where a variant needs more than a plain launch."""
-    packed = [_pack(launcher) for launcher in launchers]
+    try:
+        packed = [_pack(launcher) for launcher in launchers]
+    except (AttributeError, TypeError, struct.error) as error:
+        warnings.warn(f"kernels are launched from Python, since this Triton describes them in another way: {error}")
+        return None
     return None if None in packed else b"".join(words for words in packed if words is not None)
 
 
