@@ -39,7 +39,8 @@ def pack(launchers: Sequence[Launcher]) -> bytes | None:
     try:
         packed = [_pack(launcher) for launcher in launchers]
     except (AttributeError, TypeError, struct.error) as error:
-        warnings.warn(f"kernels are launched from Python, since this Triton describes them in another way: {error}")
+        why = f"since this Triton describes them in another way: {error}"
+        warnings.warn(f"kernels are launched from Python, {why}", stacklevel=2)
         return None
     return None if None in packed else b"".join(words for words in packed if words is not None)
 
