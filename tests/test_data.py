@@ -332,3 +332,27 @@ def test_image_folder_errors(folder, tmp_path):
     (folder / "train" / "cat" / "0.jpeg").write_bytes(b"no image")
     with pytest.raises(OSError, match=r"0.jpeg cannot be read as an image"):
         list(ImageFolder(folder, CPU, size=16, workers=0).train_batches(0, 0, 10))
+
+
+def test_cutout():
+    """A square of the mean color, anywhere, cut off at the borders; all else as without it, for any number of ranks."""
+    data = squares()
+    (plain, labels), (cut, same) = (
+        next(Resident(data, CPU, 5, augment, 2, 4).train_batches(0, 0, 10))
+        for augment in ("crop+flip", "crop+flip+cutout")
+    )
+    assert torch.equal(labels, same)
+    mean = (data.train.images.double().mean((0, 2, 3)) / 255.0).float()
+    sizes = set()
+    for before, after in zip(plain, cut, strict=True):
+        changed = (before != after).any(0) | (after == mean[:, None, None]).all(0)
+        rows, columns = changed.any(1).nonzero().flatten(), changed.any(0).nonzero().flatten()
+        inside = after[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        torch.testing.assert_close(inside, mean[:, None, None].expand_as(inside))
+        assert int(changed.sum()) == len(rows) * len(columns) <= 16
+        sizes.add((len(rows), len(columns)))
+    assert len(sizes) > 1  # some are cut off by a border
+    halves = [next(Resident(data, CPU, 5, "crop+flip+cutout", 2, 4).train_batches(0, 0, 10, r, 2))[0] for r in (0, 1)]
+    assert torch.equal(torch.cat(halves), cut)
+    with pytest.raises(ValueError, match="cutout=13 does not go with images of"):
+        Resident(data, CPU, augment="crop+flip+cutout", cutout=13)

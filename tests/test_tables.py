@@ -56,6 +56,7 @@ def test_counts():
         "black-box": 40,
         "imagenet": 12,
         "cause": 0,
+        "best": 0,
     }
     assert [cell.title for cell in TABLES["cnn9-no-batchnorm"].cells if cell.paper == "N/C"] == [
         "LinearConv, Sq. cosine",

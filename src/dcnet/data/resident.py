@@ -8,26 +8,42 @@ from torch import Tensor
 from dcnet.data.order import epoch_order, of_batch, share
 from dcnet.data.sets import DataSet, Split
 
-AUGMENTATIONS = ("none", "crop", "flip", "crop+flip")
+AUGMENTATIONS = ("none", "crop", "flip", "crop+flip", "crop+flip+cutout")
 
 
 class Resident:
     """The batches of a data set in memory.
 
-    augment: one of AUGMENTATIONS; crops are taken from images padded by their mirror image.
+    augment: one of AUGMENTATIONS; crops are taken from images padded by their mirror image, cutout puts the mean color
+    in a square of `cutout` pixels a side, whose center may be anywhere (DeVries and Taylor, 2017).
     """
 
-    def __init__(self, data: DataSet, device: torch.device, seed: int = 0, augment: str = "none", pad: int = 4) -> None:
+    def __init__(
+        self,
+        data: DataSet,
+        device: torch.device,
+        seed: int = 0,
+        augment: str = "none",
+        pad: int = 4,
+        cutout: int = 8,
+    ) -> None:
         if augment not in AUGMENTATIONS:
             raise ValueError(f"unknown augmentation {augment!r}; possible: {', '.join(AUGMENTATIONS)}")
         if "crop" in augment and not 0 < pad < data.size:
             raise ValueError(
                 f"pad={pad} does not go with images of {data.size}×{data.size}; possible: 1 to {data.size - 1}"
             )
+        if "cutout" in augment and not 0 < cutout <= data.size:
+            raise ValueError(
+                f"cutout={cutout} does not go with images of {data.size}×{data.size}; possible: 1 to {data.size}"
+            )
         self.classes, self.channels, self.size = data.classes, data.channels, data.size
         self.seed, self.pad, self.flips = seed, pad if "crop" in augment else 0, "flip" in augment
         self.device = device
         self.train, self.test = (Split(*[tensor.to(device) for tensor in split]) for split in (data.train, data.test))
+        self.cutout = cutout if "cutout" in augment else 0
+        if self.cutout:
+            self.mean_color = self.train.images.mean((0, 2, 3), keepdim=True, dtype=torch.float32) / 255.0
 
     @property
     def train_length(self) -> int:
@@ -68,7 +84,20 @@ class Resident:
         gathered = images[
             picks[:, None, None, None], channels[None, :, None, None], rows[:, None, :, None], columns[:, None, None, :]
         ]
-        return gathered.float().div_(255.0)
+        result = gathered.float().div_(255.0)
+        if self.cutout:
+            centers = torch.from_numpy(random.integers(0, self.size, (batch, 2))[mine]).to(
+                self.device, non_blocking=True
+            )
+            hidden = self._covered(centers[:, :1])[:, None, :, None] & self._covered(centers[:, 1:])[:, None, None, :]
+            result = torch.where(hidden, self.mean_color, result)
+        return result
+
+    def _covered(self, center: Tensor) -> Tensor:
+        """Tell which rows (or columns) a square around each center covers: (N, size)."""
+        first = center - self.cutout // 2
+        at = torch.arange(self.size, device=self.device)
+        return (at >= first) & (at < first + self.cutout)
 
     def _mirrored(self, shift: Tensor) -> Tensor:
         """Return the rows (or columns) of images shifted by that many pixels, mirrored where they end: (N, size)."""

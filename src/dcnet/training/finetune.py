@@ -11,7 +11,7 @@ FINETUNE: dict[str, Any] = {"epochs": 5.0, "lr": 3e-4, "schedule": "onecycle", "
 # Of a run that is fine-tuned: what its network is, and what it was trained on.
 _OF_THE_RUN = (
     *("data", "image_size", "model", "norm", "activation", "penultimate_activation", "penultimate_norm"),
-    *("root_activation", "head", "batch", "augment", "pad"),
+    *("root_activation", "head", "batch", "augment", "pad", "cutout"),
 )
 
 

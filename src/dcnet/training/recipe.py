@@ -96,8 +96,9 @@ class Recipe:
     steps: int | None = _option(None, "Steps of the optimizer, instead of epochs.", low=1)
     batch: int = _option(128, "Images a step, over all devices.", low=1)
     accumulate: int = _option(1, "Parts of a device's batch, gradients of which are added up.", low=1)
-    augment: str = _option("none", "Augmentation: none, crop, flip, or crop+flip.", *AUGMENTATIONS)
+    augment: str = _option("none", "Augmentation: none, crop, flip, crop+flip or crop+flip+cutout.", *AUGMENTATIONS)
     pad: int = _option(4, "Pixels of mirrored padding that crops come from.", low=0)
+    cutout: int = _option(8, "Side of the square that cutout hides, in pixels.", low=1)
     label_smoothing: float = _option(0.0, "Share of the target spread over all classes.", low=0, below=1)
     loss: str = _option(
         "cross-entropy",

@@ -30,4 +30,4 @@ def open_data(
         data = load_data(recipe.data, root, download, shown)
     if download and ranks.first:
         ranks.wait()
-    return Resident(data, ranks.device, recipe.seed, recipe.augment, recipe.pad)
+    return Resident(data, ranks.device, recipe.seed, recipe.augment, recipe.pad, recipe.cutout)
