@@ -53,10 +53,14 @@ def test_no_copy_of_the_kernels_is_kept(angular, size):
     assert sizes == ([norms, dots, dots] if size == 10 else [norms, dots])
 
 
-@pytest.mark.parametrize(("kernel", "options", "maps"), [(3, {}, 1), (5, {}, 0), (3, {"dilation": 2}, 0)])
+@pytest.mark.parametrize(
+    ("kernel", "options", "maps"),
+    [(3, {}, 1), (5, {}, 0), (3, {"dilation": 2}, 0), (5, {"stride": 2, "padding": 2}, 1)],
+)
 def test_depthwise_layers_keep_at_most_their_norms(kernel, options, maps):
-    layer = dcnet.DecoupledConv2d(64, 64, kernel, groups=64, padding="same", **options)
-    assert kept_for_backward(layer, torch.randn(2, 64, 10, 10, requires_grad=True)) == [(2, 64, 10, 10)] * maps
+    layer = dcnet.DecoupledConv2d(64, 64, kernel, groups=64, **{"padding": "same", **options})
+    x = torch.randn(2, 64, 10, 10, requires_grad=True)
+    assert kept_for_backward(layer, x) == [tuple(layer(x).shape)] * maps
 
 
 def test_a_whole_network_keeps_no_kernels():

@@ -191,7 +191,7 @@ MUTANTS = [
         "ops/cpu/placement.py",
         "            or node in returned\n",
         "",
-        "test_cpu_depthwise.py",
+        "test_programs.py",
     ),
     Mutant(
         "depthwise: the mean's share of the norms' gradient dropped",

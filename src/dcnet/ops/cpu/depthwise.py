@@ -44,8 +44,12 @@ def applies(inputs: Inputs) -> bool:
 
 
 def _keeps_norms(geometry: Geometry) -> bool:
-    """Tell whether to keep the norms for backward: where computing them again takes as long as the plain layer."""
-    return math.prod(geometry.kernel_size) <= 9 and max(geometry.dilation) == 1
+    """Tell whether to keep the norms for backward.
+
+    They are kept where computing them again takes as long as the plain layer, and with a stride, where they are small.
+    """
+    small = math.prod(geometry.kernel_size) <= 9 and max(geometry.dilation) == 1
+    return small or max(geometry.stride) > 1
 
 
 def _slices(x: Tensor) -> list[slice]:
