@@ -26,7 +26,7 @@ def test_numbers_of_the_page():
     """Every line with a link to a record has its accuracy, or its error, in percent."""
     seen = set()
     for line in (RESULTS / "README.md").read_text().splitlines():
-        for link in re.findall(r"\]\(((?!tables)[\w/-]+)\)", line):
+        for link in re.findall(r"\]\(((?!tables|conversion)[\w/-]+)\)", line):
             accuracy = json.loads((RESULTS / link / "result.json").read_text())["accuracy"]
             assert f"{accuracy:.2f}%" in line or f"{100 - accuracy:.2f}%" in line, line
             seen.add(RESULTS / link)
@@ -53,3 +53,34 @@ def test_pages_of_tables_are_of_the_ledger(path):
         assert markdown(TABLES[name], ledger) in text, (
             f"{name}: dcnet table --ledger results/tables/ledger.jsonl --render results/tables --into docs/results.md"
         )
+
+
+CONVERTED = {
+    "as it stands": "converted",
+    "averages recalibrated": "converted, recalibrated",
+    "calibrated": "calibrated",
+    "+ 1 epoch": "calibrated, 1 epochs on",
+    "+ 5 epochs": "calibrated, 5 epochs on",
+    "from scratch": "from scratch",
+}
+
+
+@pytest.mark.parametrize("network", ["cnn9", "resnet32"])
+def test_conversions_of_the_page(network):
+    """Every number of the page's table is in the record, and every number of the record in the table."""
+    lines = [json.loads(line) for line in (RESULTS / "conversion" / f"{network}.jsonl").read_text().splitlines()[1:]]
+    record = {line["figure"]: f"{line['accuracy']:.2f}" for line in lines}
+    page = (RESULTS.parent / "docs" / "your-model.md").read_text()
+    head, _, *rows = page[page.index(f"| `{network}`, ") :].split("\n\n")[0].splitlines()
+    columns = [part.strip() for part in head.strip("|").split("|")]
+    found = {"plain": columns[0].split(", ")[1]}
+    for row in rows:
+        name, *values = [part.strip() for part in row.strip("|").split("|")]
+        plain, operator = name.startswith("plain"), name.replace(" + ", "+").replace("square cosine", "square_cosine")
+        for column, value in zip(columns[1:], values, strict=True):
+            treatment = CONVERTED[column].removeprefix("calibrated, " if plain else "")
+            if value:
+                found[f"{'plain' if plain else operator}, {treatment}"] = value
+    assert found == {name: value for name, value in record.items() if name != "" and name in found}
+    left = set(record) - set(found)
+    assert left == {name for name in record if name.endswith("calibrated, recalibrated")}

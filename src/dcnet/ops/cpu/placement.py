@@ -43,7 +43,9 @@ def write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, wante
         return computed and node.meta["full"] and node.meta["arithmetic"] and "out" not in node.kwargs
 
     if not (direct and can_be(node) and isinstance(node.args[0], fx.Node)):
-        with graph.inserting_after(node):
+        # parameters stay together: those added later come after all others
+        made = node if node.op != "placeholder" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with graph.inserting_after(made):
             graph.call_method("copy_", (place, node))
         return
     order = {other: number for number, other in enumerate(graph.nodes)}
