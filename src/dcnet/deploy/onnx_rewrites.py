@@ -12,7 +12,7 @@ def rewrite_(graph: Any) -> None:
 def _sums_of_squares_(graph: Any) -> None:
     """Make one ReduceSumSquare of x·x and the sum of it, where nothing else takes the product.
 
-    It is also quicker than the two, by a fifth and more in onnxruntime.
+    It is also quicker than the two: 0.76 to 0.87 of their time in onnxruntime (benchmarks/NOTES.md).
     """
     uses = _uses(graph)
     made = {output: node for node in graph.node for output in node.output}
