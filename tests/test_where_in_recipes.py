@@ -95,7 +95,8 @@ def test_names_of_other_libraries_are_their_own(external, tmp_path):
 
 def test_finetune_by_the_command_line(tmp_path):
     def call(*arguments):
-        return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"])
+        wide = {"COLUMNS": "400"}  # for a long path in the table of runs
+        return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"], env=wide)
 
     plain = tmp_path / "plain"
     assert call("train", "--recipe", "demo", "--magnitude", "none", "--steps", 3, "--run", plain).exit_code == 0
