@@ -68,6 +68,7 @@ def test_in_small(tmp_path, monkeypatch, capsys):
         module.main([*small(tmp_path), "--seed", "1"])
 
 
+@pytest.mark.slow
 def test_a_figure_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     module = script()
 

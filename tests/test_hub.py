@@ -101,6 +101,7 @@ def test_the_page_lists_what_comes_with_dcnet():
     assert tool.table(tool.HUB) in tool.PAGE.read_text()
 
 
+@pytest.mark.slow
 def test_the_tool_adds_runs_and_files_of_weights(run, tmp_path, monkeypatch, capsys):
     """A file as `dcnet table --keep-weights` writes it, without attacks on record; then with some made now."""
     monkeypatch.setenv("DCNET_HUB", str(tmp_path / "hub"))
