@@ -475,7 +475,13 @@ MUTANTS = [
         "",
         "test_training.py",
     ),
-    Mutant("fused: recomputation counted", "ops/fused/op.py", " and not recomputing():", ":", "test_fused_training.py"),
+    Mutant(
+        "fused: recomputation counted",
+        "ops/fused/op.py",
+        "(0, 0.0) if recomputing() else ",
+        "",
+        "test_fused_training.py",
+    ),
     Mutant(
         "fused: tiles beyond the map",
         "ops/fused/tiles.py",

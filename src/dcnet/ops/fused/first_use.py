@@ -9,7 +9,7 @@ import os
 import torch
 
 from dcnet.ops.fused.native import Launches
-from dcnet.ops.fused.operands import Effects, Operands, wanted_output
+from dcnet.ops.fused.operands import Effects, Operands, tracking, wanted_output
 from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
 from dcnet.util.compat import compiling_together
 
@@ -23,9 +23,7 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
 
     A variant that is missed, or turns out not to be needed, costs time and nothing else.
     """
-    track = 0
-    if effects.tracked is not None and effects.tracked.running_norm is not None:
-        track = 2 if effects.tracked.momentum is None else 1
+    track, _ = tracking(effects, plan.options)
     passes: list[tuple[tuple[str, ...], Launches]] = [
         (FORWARD, plan.ahead),
         (FORWARD, plan.epilogue(track, effects.momentum is not None)),

@@ -14,9 +14,9 @@ from dcnet.ops.fused.launcher import Launcher, Memory
 from dcnet.util.compat import build_c_module, kernel_launch_address, launch_facts
 
 _MOST = 128  # parameters, as in launch.c
-_FORMATS = {"fp32": "<f4x", "fp64": "<d", "i1": "<?7x", "u1": "<?7x"}
-_FORMATS |= {f"{sign}{bits}": f"<{letter}{8 - bits // 8}x" for bits, letters in ((8, "bB"), (16, "hH"), (32, "iI"))
-             for sign, letter in zip("iu", letters, strict=True)} | {"i64": "<q", "u64": "<Q"}  # fmt: skip
+# How `struct` packs an argument of each of Triton's types into eight bytes
+_FORMATS = {"fp32": "<f4x", "fp64": "<d", "i1": "<?7x", "u1": "<?7x", "i8": "<b7x", "u8": "<B7x"}
+_FORMATS |= {"i16": "<h6x", "u16": "<H6x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q"}
 
 
 @cache
@@ -92,7 +92,7 @@ class Launches:
 
     def __init__(self, *launchers: Launcher) -> None:
         self.launchers = launchers
-        self.packed: bytes | None = None
+        self.packed: bytes | None = None  # not tried yet; empty where the compiled launcher cannot be used
 
     def __call__(self, memory: Memory, *floats: float) -> None:
         """Run the kernels on the memory's stream."""
@@ -102,4 +102,5 @@ class Launches:
         for launcher in self.launchers:
             launcher(memory, *floats)
         if packed is None and all(launcher.variant is not None for launcher in self.launchers):
-            self.packed = (pack(self.launchers) if compiled_launcher() is not None else None) or b""  # empty: cannot be
+            can = compiled_launcher() is not None
+            self.packed = (pack(self.launchers) if can else None) or b""

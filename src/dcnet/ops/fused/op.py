@@ -16,7 +16,17 @@ from torch import Tensor
 from dcnet.ops.fused.first_use import compile_ahead
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import like
-from dcnet.ops.fused.operands import GIVEN, OF_BATCH, OF_RANKS, Effects, Gradients, Kept, Operands, convolution
+from dcnet.ops.fused.operands import (
+    GIVEN,
+    OF_BATCH,
+    OF_RANKS,
+    Effects,
+    Gradients,
+    Kept,
+    Operands,
+    convolution,
+    tracking,
+)
 from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.util.compat import recomputing
@@ -39,10 +49,9 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
             compile_ahead(plan, t, effects, keep)
     tracked, momentum, batches = effects
     running_norm = mean_batches = None
-    track, mean_momentum = 0, 0.0
-    if o.mean_kind == OF_BATCH and tracked is not None and tracked.running_norm is not None and not recomputing():
+    track, mean_momentum = (0, 0.0) if recomputing() else tracking(effects, o)
+    if track and tracked is not None:
         running_norm, mean_batches = tracked.running_norm, tracked.num_batches_tracked
-        track, mean_momentum = (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
     if momentum is not None and batches is None:  # the caller does not count
         batches = torch.zeros((), dtype=torch.int64, device=device)
 

@@ -106,6 +106,17 @@ class Effects(NamedTuple):
     batches: Tensor | None = None  # and its number of batches
 
 
+def tracking(effects: Effects, o: Options) -> tuple[int, float]:
+    """Tell how kernels update the running average of E{‖x‖}: 0 not at all, 1 with a momentum, 2 cumulatively.
+
+    Return the momentum too.
+    """
+    tracked = effects.tracked
+    if o.mean_kind != OF_BATCH or tracked is None or tracked.running_norm is None:
+        return 0, 0.0
+    return (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
+
+
 class Kept(NamedTuple):
     """What forward keeps for backward."""
 
