@@ -101,7 +101,7 @@ FUSED = [
         "norm_plan",
         "tiles",
     ),
-    *("plan", "first_use", "op", "library", "autograd", "api", ""),
+    *("plan", "first_use", "op", "host", "library", "autograd", "api", ""),
 ]
 CPU = [
     *(
