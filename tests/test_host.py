@@ -215,9 +215,11 @@ def test_name(native):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint(native, reentrant):
-    """Also where forward ran in Python and its repetition in C++, or the other way round."""
+def test_checkpoint(native, reentrant, monkeypatch):
+    """Also where forward ran in Python and its repetition in C++, or the other way round; the first is of a new plan."""
     layer = conv(4, 4, 3)
+    monkeypatch.setattr("dcnet.ops.fused.plan._PLANS", {})
+    checkpoint(copy.deepcopy(layer), image(2, 4, 5, 5), use_reentrant=reentrant).sin().sum().backward()
     expected = steps(lambda: copy.deepcopy(layer), image(2, 4, 5, 5), count=1)
     for forward_in_python in (False, True, False):
         other, x = copy.deepcopy(layer), image(2, 4, 5, 5)

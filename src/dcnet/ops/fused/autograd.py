@@ -56,7 +56,8 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[T
     if elsewhere(x):
         with torch.cuda.device(x.device):
             return decoupled(operands, options, effects)
-    plan = plan_of(operands, options)
+    with torch.no_grad():  # a new plan tries a convolution, which is nobody's business
+        plan = plan_of(operands, options)
     if _differentiable(operands):  # the engine runs backward on the same device
         results = _apply(plan, effects, *operands)
     else:
