@@ -216,7 +216,7 @@ def test_name(native):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(native, reentrant, monkeypatch):
-    """Also where forward ran in Python and its repetition in C++, or the other way round; the first is of a new plan."""
+    """Also with a new plan, and where forward ran in Python and its repetition in C++, or the other way round."""
     layer = conv(4, 4, 3)
     monkeypatch.setattr("dcnet.ops.fused.plan._PLANS", {})
     checkpoint(copy.deepcopy(layer), image(2, 4, 5, 5), use_reentrant=reentrant).sin().sum().backward()
