@@ -124,6 +124,23 @@ def test_residuals_and_energies(native, activation):
     check(native, lambda: Residual(activation), image(2, 8, 4, 4, last=True), layers=3)
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 1, 1), (8, 1, 1), (2, 1, 4, 4)], ids=str)
+def test_residuals_are_broadcast(native, shape):
+    """As y + residual would; kernels read a map of the output's size."""
+    torch.manual_seed(1)
+    block = Block(conv(8, 8, 1), nn.BatchNorm2d(8))
+    other = copy.deepcopy(block)
+    other.conv.impl = "eager"
+    x, residual = image(2, 8, 4, 4), torch.randn(shape, requires_grad=True)
+    block(x, torch.zeros(2, 8, 4, 4)), other(x, torch.zeros(2, 8, 4, 4))  # now C++ knows the layer
+    results = []
+    for net in (block, other):
+        y = net(x, residual)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), [x, residual])))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 OTHERS = {
     "groups": lambda: conv(4, 6, 3, groups=2, padding=(1, 2), stride=(2, 1), dilation=(1, 2)),
     "cumulative": lambda: Block(conv(4, 4, 3, momentum=None), nn.BatchNorm2d(4, momentum=None)),

@@ -469,6 +469,27 @@ MUTANTS = [
         "test_compiled_launcher.py",
     ),
     Mutant(
+        "C++: the gradient behind a residual is the incoming one",
+        "ops/fused/cpp/passes.h",
+        "key.behind ? behind : e",
+        "e",
+        "test_host.py",
+    ),
+    Mutant(
+        "C++: a recomputation counted",
+        "ops/fused/cpp/module.cpp",
+        "!= Py_None && !again)",
+        "!= Py_None)",
+        "test_host.py",
+    ),
+    Mutant(
+        "C++: unaligned memory",
+        "ops/fused/cpp/node.h",
+        "% 16 == 0",
+        "% 2 == 0",
+        "test_host.py",
+    ),
+    Mutant(
         "graphs: projections not counted after a failed recording",
         "training/state.py",
         "            self.counts = True\n",

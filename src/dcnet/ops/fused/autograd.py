@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcnet.ops.fused.host import HOST, gradients_of_saved
+from dcnet.ops.fused.host import HOST, gradients_of_saved, output_shape
 from dcnet.ops.fused.launcher import Memory, Place
 from dcnet.ops.fused.layout import dense, elsewhere, like
 from dcnet.ops.fused.library import in_graph
@@ -58,6 +58,9 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[T
             return decoupled(operands, options, effects)
     with torch.no_grad():  # a new plan tries a convolution, which is nobody's business
         plan = plan_of(operands, options)
+    residual = operands.residual
+    if residual is not None and residual.shape != (shape := output_shape(plan)):  # kernels do not broadcast
+        operands = operands._replace(residual=residual.expand(shape))
     if _differentiable(operands):  # the engine runs backward on the same device
         results = _apply(plan, effects, *operands)
     else:

@@ -142,12 +142,17 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "norms": plan.norms.output,
         "scratch": plan.tiles.scratch.size,
         "left": plan.left or (),
+        "out": output_shape(plan),
         "out_stride": plan.stride,
         "positions": plan.positions,
         "of_vectors": plan.of_vectors.size,
         "of_mean": _region(plan.tiles.back_scratch, "mean") if o.mean_kind == GIVEN else (0, 0),
         "gradients": [_region(plan.of_vectors, name) for name in Operands._fields],
     }
+
+
+def output_shape(plan: Plan) -> tuple[int, ...]:
+    return (plan.norms.output[0], plan.kernels, *plan.norms.output[2:])
 
 
 def _region(regions: Regions, name: str) -> tuple[int, int]:

@@ -93,6 +93,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   auto found = plans.find(key_of(args[0], t));
   if (found == plans.end()) Py_RETURN_NONE;
   std::shared_ptr<Plan> plan = found->second;
+  if (t[RESIDUAL].defined() && t[RESIDUAL].sizes() != plan->out) Py_RETURN_NONE;  // Python broadcasts it
   Effects effects;
   if (!read_effects(args[2], *plan, effects)) Py_RETURN_NONE;
   const Kernels* epilogue = plan->epilogue(effects.track, effects.moves);

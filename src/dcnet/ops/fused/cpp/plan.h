@@ -124,8 +124,8 @@ class Plan {
         zeros(stride.size(), 0), groups(number(numbers["groups"])), of_batch(numbers["of_batch"].cast<bool>()),
         activates(numbers["activates"].cast<bool>()), maps(number(numbers["maps"])), vectors(number(numbers["vectors"])),
         mean(region(numbers["mean"])), norms(sizes(numbers["norms"])), scratch(number(numbers["scratch"])),
-        left(sizes(numbers["left"])), out_stride(sizes(numbers["out_stride"])), positions(sizes(numbers["positions"])),
-        of_vectors(number(numbers["of_vectors"])), of_mean(region(numbers["of_mean"])), ahead(numbers["ahead"]),
+        left(sizes(numbers["left"])), out(sizes(numbers["out"])), out_stride(sizes(numbers["out_stride"])),
+        positions(sizes(numbers["positions"])), of_vectors(number(numbers["of_vectors"])), of_mean(region(numbers["of_mean"])), ahead(numbers["ahead"]),
         plan_(std::move(plan)), options_(std::move(options)) {
     auto regions = numbers["gradients"].cast<std::vector<std::pair<int64_t, int64_t>>>();
     for (size_t i = 0; i < gradients.size(); i++) gradients[i] = {regions[i].first, regions[i].second};
@@ -168,7 +168,7 @@ class Plan {
   const Region mean;  // E{‖x‖} among the vectors
   const Sizes norms;
   const int64_t scratch;
-  const Sizes left, out_stride, positions;  // no sizes where no energy is left
+  const Sizes left, out, out_stride, positions;  // left: no sizes where no energy is left
   const int64_t of_vectors;
   const Region of_mean;  // the gradient of a given E{‖x‖} in backward's scratch; empty if none was given
   std::array<Region, OPERANDS> gradients;  // of the small vectors
