@@ -522,3 +522,15 @@ def test_nothing_is_read_before_it_is_written(native):
         assert_same_bits(steps(make, image(2, 4, 5, 5)), expected)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_compiled_graph_stays_as_it_is(native, monkeypatch):
+    """It is not compiled again when C++ gets ready."""
+    layer = conv(4, 4, 3)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    in_python(lambda: compiled(image(2, 4, 5, 5)))
+    layer(image(2, 4, 5, 5))
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    before = native.counts()
+    assert compiled(image(2, 4, 5, 5)).shape == (2, 4, 3, 3)
+    assert native.counts()["forward"] == before["forward"]

@@ -34,7 +34,7 @@ def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
     and the implementation leaves one.
     """
     x, geometry = inputs.x, inputs.geometry
-    if _fused is not None and (impl == "fused" or (impl == "auto" and x.is_cuda)):
+    if not torch.compiler.is_compiling() and _fused is not None and (impl == "fused" or (impl == "auto" and x.is_cuda)):
         results = _fused.again(inputs)
         if results is not None:
             return results
@@ -74,10 +74,12 @@ def _choose(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _import_fused() -> Any:
-    global _fused
-    if _fused is None:
-        from dcnet.ops import fused as _fused
-    return _fused
+    from dcnet.ops import fused
+
+    if not torch.compiler.is_compiling():  # a compiled graph would be compiled again when it changes
+        global _fused
+        _fused = fused
+    return fused
 
 
 def eager() -> Composite:

@@ -19,7 +19,7 @@ from dcnet.util.cache import cache_folder, made_once
 
 # PyTorch's own headers ask for C++20. -O1: the code only calls PyTorch, and builds in half the time.
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS")
-_LIBRARIES = ("torch_python", "torch_cpu", "torch", "c10")
+_LIBRARIES = ("torch_python", "torch_cpu", "c10")
 _LINES = 12  # of a compiler's complaints
 
 

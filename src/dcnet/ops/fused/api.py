@@ -70,7 +70,7 @@ def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
     Nothing is checked and nothing put in order: C++ knows a layer by all that could be wrong with it.
     """
     native, post_ops, x = HOST.module, inputs.post_ops, inputs.x
-    if native is None or inputs.geometry.symmetric_padding is None or torch.compiler.is_compiling():
+    if native is None or inputs.geometry.symmetric_padding is None:
         return None
     dtype = _convolution_dtype(x)
     if x.dtype != dtype:

@@ -136,7 +136,8 @@ class Plan {
     auto& found = epilogues_[2 * track + moves];
     if (!found) {
       py::object kernels = call(given->epilogue, plan_.get(), track, moves);
-      if (!kernels.is_none()) found = std::make_unique<Kernels>(kernels);
+      // another thread may have been here while Python ran
+      if (!kernels.is_none() && !found) found = std::make_unique<Kernels>(kernels);
     }
     return found.get();
   }
