@@ -15,7 +15,7 @@ from dcnet.ops.fused.library import in_graph
 from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import kernel_launchers
 from dcnet.ops.fused.once import differentiable_once
-from dcnet.ops.fused.op import backward, forward
+from dcnet.ops.fused.op import backward, forward, recompute
 from dcnet.ops.fused.operands import (
     Effects,
     Kept,
@@ -38,7 +38,9 @@ class _Decoupled(torch.autograd.Function):
         out, left, kept = forward(plan, t, effects)
         if left is not None:
             ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept, wanted_output(out, t, options), *for_backward(t))
+        # a depthwise layer's dot products and norms, two maps, are quick to compute again
+        maps = (None, None) if plan.depthwise else kept[:2]
+        ctx.save_for_backward(*maps, *kept[2:], wanted_output(out, t, options), *for_backward(t))
         return out, left
 
     @staticmethod
@@ -46,6 +48,8 @@ class _Decoupled(torch.autograd.Function):
     def backward(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
         plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
         dot, norms, unit, vectors, out, *operands = ctx.saved_tensors
+        if plan.depthwise:
+            dot, norms = recompute(plan, operands[0], unit)
         t, kept = Operands(*operands), Kept(dot, norms, unit, vectors)
         e, out = arrived(e, of_left, out, dot, plan.options)
         gradients = backward(plan, e, of_left, t, kept, out, wanted[0], wanted[1], add=plan.maps == 0)
