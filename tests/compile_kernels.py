@@ -39,7 +39,7 @@ def compile_launcher(launcher, half):
     for i, (parameter, value) in enumerate(zip(kernel.params, launcher.values, strict=True)):
         name = parameter.name
         if isinstance(value, Place):
-            signature[name] = "*i64" if name == "norm_batches" else half if name in MAPS else "*fp32"
+            signature[name] = "*i64" if name in ("norm_batches", "batches") else half if name in MAPS else "*fp32"
             attributes[i,] = [["tt.divisibility", 16]]
         elif isinstance(value, Changing) or (isinstance(value, float) and not parameter.is_constexpr):
             signature[name] = "fp32"
@@ -103,7 +103,7 @@ def launchers(magnitude, angular, weighting, dtype):
     depthwise = plan(STATISTICS, RELU, weight=torch.zeros(96, 1, 3, 3))
     yield "windows", depthwise.ahead.launchers[1]
     yield from zip(
-        ("depthwise statistics", "depthwise output"), depthwise.epilogue(tracked, True).launchers, strict=True
+        ("depthwise statistics", "depthwise output", "count"), depthwise.epilogue(tracked, True).launchers, strict=False
     )
     back = depthwise.backward(False, False, True, True, True)
     yield from zip(("depthwise reduce", "depthwise gradients"), back.epilogue.launchers, strict=False)

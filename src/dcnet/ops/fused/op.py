@@ -81,8 +81,6 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
         memory.put(_RESIDUAL, plan.ordered(t.residual))
     if plan.has_output:
         plan.epilogue(track, momentum is not None)(memory, momentum or 0.0, mean_momentum)
-        if mean_batches is not None and o.groups > 1:
-            mean_batches.add_(regions.view(vectors, "mean")[: o.groups].isfinite().all())
     elif o.mean_kind == OF_BATCH:
         regions.view(vectors, "mean").fill_(torch.nan)  # the mean of no numbers
     return out, left, Kept(dot, norms, unit, vectors)

@@ -180,7 +180,11 @@ class Plan:
             "NORM": o.follows,
             "ACTIVATION": min(o.activation, OTHER),
         }
-        return Launches(*launchers, self._forward(arguments | there | last))
+        launchers.append(self._forward(arguments | there | last))
+        if track and o.groups > 1:
+            count = {"mean": arguments["mean"], "batches": at["mean_batches"], "groups": o.groups, "BLOCK": 256}
+            launchers.append(Launcher(statistics.count_batch, (1,), count))
+        return Launches(*launchers)
 
     def _forward(self, arguments: dict[str, Any]) -> Launcher:
         return Launcher(forward_kernel, self.tiles.grid, arguments, WARPS)

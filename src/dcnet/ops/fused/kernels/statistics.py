@@ -84,6 +84,17 @@ def mean_norms(
 
 
 @triton.jit
+def count_batch(mean, batches, groups, BLOCK: tl.constexpr):
+    """Count this batch if E{‖x‖} of all its groups is finite; for several groups, whose programs cannot tell."""
+    finite = 0
+    for first in range(0, groups, BLOCK):
+        g = first + tl.arange(0, BLOCK)
+        value = tl.load(mean + g, mask=g < groups, other=0.0)
+        finite += tl.sum((value - value == 0.0).to(tl.int32), 0) - BLOCK
+    tl.store(batches, tl.load(batches) + 1, mask=finite == 0)
+
+
+@triton.jit
 def normalization(
     norm, sums, gamma, beta, running_mean, running_var, batches, count, unbiased, momentum, eps, programs, channels,
     ch, inside, writes, first_program,
