@@ -81,3 +81,27 @@ def few_digits(monkeypatch):
     whole = dcnet.data.load_data("digits")
     train, test = (Split(split.images[:n], split.labels[:n]) for split, n in ((whole.train, 320), (whole.test, 80)))
     monkeypatch.setattr(dcnet.data, "_digits", lambda: DataSet(whole.name, whole.classes, train, test))
+
+
+@pytest.fixture(scope="session")
+def built_host():
+    """The autograd function in C++, built once and kept in the user's cache."""
+    pytest.importorskip("triton")
+    from dcnet.ops.fused.host import HOST
+    from dcnet.util.cpp import NoCompiler
+
+    before = HOST.module
+    try:
+        HOST.load(0)
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    module, HOST.module = HOST.module, before
+    return module
+
+
+# DCNET_NATIVE=wait: without a GPU too, every fused layer that can goes through C++, in every test.
+if os.environ.get("DCNET_NATIVE") == "wait" and not torch.cuda.is_available():
+    from dcnet.ops.fused.host import HOST
+
+    HOST.launch_from_python = True
+    HOST.load(0)

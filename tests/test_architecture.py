@@ -103,7 +103,7 @@ FUSED = [
         "depthwise_plan",
         "tiles",
     ),
-    *("plan", "first_use", "op", "library", "autograd", "api", ""),
+    *("plan", "first_use", "op", "host", "library", "autograd", "api", ""),
 ]
 CPU = [
     *(

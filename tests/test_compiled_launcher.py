@@ -62,7 +62,7 @@ class Kernel:
 
 @pytest.fixture
 def driver(monkeypatch):
-    module = build_c_module((native.files("dcnet.ops.fused") / "launch.c").read_text(), "dcnet_launch")
+    module = build_c_module(native.launcher_source(), "dcnet_launch")
     driver = Driver()
     module.use(ctypes.cast(driver.entry, ctypes.c_void_p).value)
     monkeypatch.setattr(native, "compiled_launcher", lambda: module.launch)

@@ -456,7 +456,7 @@ MUTANTS = [
     ),
     Mutant(
         "launcher: an offset left out",
-        "ops/fused/launch.c",
+        "ops/fused/launch.h",
         "address[place[1]] + place[2]",
         "address[place[1]]",
         "test_compiled_launcher.py",

@@ -23,7 +23,7 @@ from dcnet.ops import (
     decouple,
     distributed,
 )
-from dcnet.util.compat import recorded_by_jit
+from dcnet.util.compat import buffer, parameter, recorded_by_jit
 
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
 
@@ -100,7 +100,7 @@ class Decoupled(nn.Module):
     @property
     def effective_weight(self) -> Tensor:
         """The kernels that are decoupled: the weight; a subclass may prepare it first."""
-        return self.weight
+        return parameter(self, "weight")  # type: ignore[no-any-return]
 
     @property
     def effective_radius(self) -> Tensor | None:
@@ -150,7 +150,7 @@ class Decoupled(nn.Module):
         if self.weighted_gradient is not None:
             self.weighted_gradient.of(self.weight)
         mean_norm: MeanNorm = None
-        running_norm, raw_radius = self.running_norm, self.raw_radius  # each costs a call
+        running_norm, raw_radius = buffer(self, "running_norm"), parameter(self, "raw_radius")
         if running_norm is not None:
             # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
             has_mean = recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())
@@ -160,13 +160,15 @@ class Decoupled(nn.Module):
                         "ONNX has no operator that moves E{‖x‖}, a decoupled layer's running average; "
                         "call model.eval() first"
                     )
-                mean_norm = BatchMean(running_norm, self.num_batches_tracked, self.momentum, self.sync)
+                batches = buffer(self, "num_batches_tracked")
+                mean_norm = BatchMean(running_norm, batches, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
                 mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
         radius = self.effective_radius if raw_radius is None else LearnedRadius(raw_radius)
         operator = self.operator
         learned = self.learned_parameters if operator.learned else {}
-        vectors = (self.effective_weight, self.bias, self._geometry(), operator, radius, mean_norm, learned)
+        weight, bias, geometry = self.effective_weight, parameter(self, "bias"), self._geometry()
+        vectors = (weight, bias, geometry, operator, radius, mean_norm, learned)
         return decouple(Inputs(x, *vectors, self.eps, post_ops, energy, leave_energy), self.impl)
 
     def _as_leaf(self, x: Proxy) -> Tensor:

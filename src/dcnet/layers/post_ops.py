@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from dcnet.ops import PostOps
-from dcnet.util.compat import BatchNorm
+from dcnet.util.compat import BatchNorm, buffer, parameter
 
 FUSED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not their subclasses, which compute something else
 
@@ -15,20 +15,20 @@ def post_ops_of(
     assert isinstance(norm, BatchNorm)
     training, momentum = norm.training, 0.0 if norm.momentum is None else norm.momentum
     tracks = not training or norm.track_running_stats
-    running_mean, running_var = (norm.running_mean, norm.running_var) if tracks else (None, None)
-    batches = norm.num_batches_tracked if training and tracks else None
+    running_mean, running_var = (buffer(norm, "running_mean"), buffer(norm, "running_var")) if tracks else (None, None)
+    batches = buffer(norm, "num_batches_tracked") if training and tracks else None
     if batches is not None and norm.momentum is None:
         momentum = 1.0 / (float(batches) + 1.0)  # cumulative; nn.BatchNorm2d too waits for the device here
     return PostOps(
-        norm.weight,
-        norm.bias,
+        parameter(norm, "weight"),
+        parameter(norm, "bias"),
         running_mean,
         running_var,
-        training=training or running_mean is None,
-        momentum=momentum,
-        eps=norm.eps,
-        batches=batches,
-        residual=residual,
-        activation=activation,
-        slope=slope,
+        training or running_mean is None,
+        momentum,
+        norm.eps,
+        batches,
+        residual,
+        activation,
+        slope,
     )

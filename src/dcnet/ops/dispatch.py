@@ -8,6 +8,7 @@ import inspect
 import os
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from dcnet.ops.operator import Operator
 from dcnet.util.compat import function_transform_active, only_ordinary_operations, recorded_by_jit
 
 _COMPOSITE, _AUTOGRAD_FUNCTIONS = Composite(), AutogradFunctions()
+_fused: Any = None  # `dcnet.ops.fused` once it is imported, which needs Triton
 
 
 def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
@@ -32,6 +34,10 @@ def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
     and the implementation leaves one.
     """
     x, geometry = inputs.x, inputs.geometry
+    if _fused is not None and (impl == "fused" or (impl == "auto" and x.is_cuda)):
+        results = _fused.again(inputs)
+        if results is not None:
+            return results
     if geometry.dims == 0 and x.dim() == 0:
         raise ValueError("input must be (…, in_features), got a single number")
     if geometry.dims == 0:
@@ -58,15 +64,20 @@ def _choose(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
     if impl == "fused" or (impl == "auto" and inputs.x.is_cuda):
         reasons = reasons_against_fused(inputs)
         if not reasons:
-            from dcnet.ops import fused  # needs Triton
-
-            return fused.decouple(inputs)
+            return _import_fused().decouple(inputs)
         if impl == "fused":
             raise ValueError(f"impl='fused' cannot run here: {'; '.join(reasons)}")
     if impl == "reference":
         y = reference.decouple(inputs)
         return y if inputs.post_ops is None else inputs.post_ops.apply(y), None
     return eager().decouple(inputs), None
+
+
+def _import_fused() -> Any:
+    global _fused
+    if _fused is None:
+        from dcnet.ops import fused as _fused
+    return _fused
 
 
 def eager() -> Composite:

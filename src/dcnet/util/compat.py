@@ -77,6 +77,21 @@ def lerp_all_(tensors: list[Tensor], others: list[Tensor], weight: float) -> Non
 # -- shortcuts ---------------------------------------------------------------------------------------------------------
 
 
+def parameter(module: nn.Module, name: str) -> Any:
+    """Return a parameter of a module, as the attribute of that name would.
+
+    An attribute is slow: Python looks everywhere else first, in all classes of the module, before it asks nn.Module.
+    """
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name)
+
+
+def buffer(module: nn.Module, name: str) -> Any:
+    """Return a buffer of a module, as the attribute of that name would."""
+    own = module._buffers
+    return own[name] if name in own else getattr(module, name)
+
+
 def below_autograd() -> Any:
     """Return a context in which an operator runs without its gradient."""
     return torch._C._AutoDispatchBelowAutograd()

@@ -1,11 +1,14 @@
 """`impl="fused"`: prepare the operands of the fused operator, which may include BatchNorm, residual and activation."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from dcnet.ops.activations import ACTIVATIONS
 from dcnet.ops.composite import Composite
 from dcnet.ops.fused.autograd import decoupled, unit_kernel
+from dcnet.ops.fused.host import HOST
 from dcnet.ops.fused.layout import dense, energy_maps, on_device
 from dcnet.ops.fused.operands import (
     ALONE,
@@ -19,9 +22,10 @@ from dcnet.ops.fused.operands import (
     Operands,
     Options,
 )
-from dcnet.ops.geometry import convolve
+from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
+from dcnet.ops.operator import Operator
 from dcnet.ops.post_ops import NOTHING, PostOps
 
 
@@ -60,17 +64,41 @@ def _inner_product_kernel(inputs: Inputs) -> Tensor:
 _EAGER = Composite()
 
 
+def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
+    """Return what `decouple` would for a layer that C++ has come to know; None, with nothing done, for others.
+
+    Nothing is checked and nothing put in order: C++ knows a layer by all that could be wrong with it.
+    """
+    native, post_ops, x = HOST.module, inputs.post_ops, inputs.x
+    if native is None or inputs.geometry.symmetric_padding is None or torch.compiler.is_compiling():
+        return None
+    dtype = _convolution_dtype(x)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    if post_ops is None:
+        return native.run(*_call(inputs, x, inputs.weight, NOTHING, ALONE))
+    if not post_ops.normalize or _needs_the_sum(post_ops):
+        return None
+    return native.run(*_call(inputs, x, inputs.weight, post_ops, STATISTICS if post_ops.training else AVERAGES))
+
+
 def _decouple(inputs: Inputs, post_ops: PostOps, follows: int) -> tuple[Tensor, Tensor | None]:
     """Bring the operands into the form that the operator takes, and call it; running averages are updated."""
-    operator, geometry = inputs.operator, inputs.geometry
     x, dtype = inputs.x, _convolution_dtype(inputs.x)
     if x.dtype != dtype:
         x = x.to(dtype)
-    padding = geometry.symmetric_padding
-    if padding is None:
-        x, padding = geometry.pad(x), (0,) * geometry.dims
-    x, weight = dense(x), dense(inputs.weight)
+    if inputs.geometry.symmetric_padding is None:
+        x = inputs.geometry.pad(x)
+    options, t, effects = _call(inputs, dense(x), dense(inputs.weight), post_ops, follows)
+    t = t._replace(bias=_dense(t.bias), radius=_dense(t.radius), gamma=_dense(t.gamma), beta=_dense(t.beta))
+    return decoupled(t, options, effects)
 
+
+def _call(
+    inputs: Inputs, x: Tensor, weight: Tensor, post_ops: PostOps, follows: int
+) -> tuple[Options, Operands, Effects]:
+    """Return the arguments of the fused operator, given x and the weight in the form that it takes."""
+    operator, geometry = inputs.operator, inputs.geometry
     radius, radius_kind = (inputs.radius.raw, 2) if isinstance(inputs.radius, LearnedRadius) else (inputs.radius, 1)
     if operator.weighting == "separate":  # ρ is also needed outside the kernels
         radius, radius_kind = inputs.rho, 1
@@ -85,45 +113,70 @@ def _decouple(inputs: Inputs, post_ops: PostOps, follows: int) -> tuple[Tensor, 
     energy = inputs.energy if x is inputs.x and geometry.groups == 1 else None  # valid for this very tensor only
     if energy is not None and energy.requires_grad != x.requires_grad:
         energy = None  # gradients reach x in another way, as in a checkpoint's first forward pass
-    leaves = inputs.leave_energy and follows != ALONE and energy_maps(weight.shape[0], geometry.groups) > 0
-    residual = post_ops.residual
+    kernels = weight.shape[0]
+    leaves = inputs.leave_energy and follows != ALONE and energy_maps(kernels, geometry.groups) > 0
+    residual, slope = post_ops.residual, post_ops.slope
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.to(x.dtype)
+    if slope is not None and slope.shape[0] != kernels:
+        slope = slope.expand(kernels).contiguous()
+    make = _options if torch.compiler.is_compiling() else _known_options
+    options = make(
+        geometry, inputs.eps, radius_kind, mean_kind, follows, post_ops.eps, post_ops.activation, leaves, operator
+    )
+    operands = Operands(
+        x,
+        weight,
+        inputs.bias,
+        radius,
+        given,
+        learned,
+        post_ops.gamma,
+        post_ops.beta,
+        post_ops.running_mean,
+        post_ops.running_var,
+        residual,
+        slope,
+        energy,
+    )
     moves = follows == STATISTICS and post_ops.running_mean is not None and post_ops.running_var is not None
-    options = Options(
+    effects = Effects(tracked, post_ops.momentum, post_ops.batches) if moves else Effects(tracked)
+    return options, operands, effects
+
+
+def _options(
+    geometry: Geometry,
+    eps: float,
+    radius_kind: int,
+    mean_kind: int,
+    follows: int,
+    norm_eps: float,
+    activation: str | None,
+    leaves: bool,
+    operator: Operator,
+) -> Options:
+    padding = geometry.symmetric_padding
+    return Options(
         stride=geometry.stride,
-        padding=padding,
+        padding=(0,) * geometry.dims if padding is None else padding,
         dilation=geometry.dilation,
         groups=geometry.groups,
-        eps=inputs.eps,
+        eps=eps,
         radius_kind=radius_kind,
         mean_kind=mean_kind,
         follows=follows,
-        norm_eps=post_ops.eps,
-        activation=ACTIVATIONS.index(post_ops.activation),
+        norm_eps=norm_eps,
+        activation=ACTIVATIONS.index(activation),
         leaves=leaves,
         operator=operator,
     )
-    operands = Operands(
-        x=x,
-        weight=weight,
-        bias=_dense_vector(inputs.bias),
-        radius=_dense_vector(radius),
-        mean_norm=given,
-        learned=learned,
-        gamma=_dense_vector(post_ops.gamma),
-        beta=_dense_vector(post_ops.beta),
-        running_mean=post_ops.running_mean,
-        running_var=post_ops.running_var,
-        residual=residual,
-        slope=None if post_ops.slope is None else post_ops.slope.expand(weight.shape[0]).contiguous(),
-        energy=energy,
-    )
-    effects = Effects(tracked, post_ops.momentum, post_ops.batches) if moves else Effects(tracked)
-    return decoupled(operands, options, effects)
 
 
-def _dense_vector(vector: Tensor | None) -> Tensor | None:
+# One object for all options that are equal, by which C++ knows them; torch.compile follows the function itself.
+_known_options = lru_cache(4096)(_options)
+
+
+def _dense(vector: Tensor | None) -> Tensor | None:
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 

@@ -1,6 +1,7 @@
 """The decoupled convolution for autograd: an autograd function in eager mode, the operators of `library.py` in graphs.
 
-In eager mode a call through `torch.library` costs a third of a millisecond, more than many of our kernels.
+In eager mode a call through `torch.library` costs a third of a millisecond, more than many of our kernels. The autograd
+function is there twice: in C++ (`host.py`) for usual layers, once it is built, and here in Python.
 """
 
 from functools import lru_cache
@@ -9,51 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcnet.ops.fused.host import HOST, gradients_of_saved
 from dcnet.ops.fused.launcher import Memory, Place
 from dcnet.ops.fused.layout import dense, elsewhere, like
 from dcnet.ops.fused.library import in_graph
 from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import kernel_launchers
 from dcnet.ops.fused.once import differentiable_once
-from dcnet.ops.fused.op import backward, forward, recompute
-from dcnet.ops.fused.operands import (
-    Effects,
-    Kept,
-    Operands,
-    Options,
-    arrived,
-    for_backward,
-    operand_gradients,
-    wanted_output,
-)
-from dcnet.ops.fused.plan import plan_of
+from dcnet.ops.fused.op import forward
+from dcnet.ops.fused.operands import Effects, Operands, Options, for_backward, wanted_output
+from dcnet.ops.fused.plan import Plan, plan_of
 from dcnet.util.compat import unprepared_apply
 
 
 class _Decoupled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: Options, effects: Effects, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, plan: Plan, effects: Effects, *tensors: Any) -> tuple[Tensor, Tensor | None]:
         t = Operands(*tensors)
-        plan = ctx.plan = plan_of(t, options)
+        ctx.plan = plan
         out, left, kept = forward(plan, t, effects)
         if left is not None:
             ctx.set_materialize_grads(False)
         # a depthwise layer's dot products and norms, two maps, are quick to compute again
         maps = (None, None) if plan.depthwise else kept[:2]
-        ctx.save_for_backward(*maps, *kept[2:], wanted_output(out, t, options), *for_backward(t))
+        ctx.save_for_backward(*maps, *kept[2:], wanted_output(out, t, plan.options), *for_backward(t))
         return out, left
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, e: Tensor | None, of_left: Tensor | None) -> tuple[Any, ...]:
-        plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
-        dot, norms, unit, vectors, out, *operands = ctx.saved_tensors
-        if plan.depthwise:
-            dot, norms = recompute(plan, operands[0], unit)
-        t, kept = Operands(*operands), Kept(dot, norms, unit, vectors)
-        e, out = arrived(e, of_left, out, dot, plan.options)
-        gradients = backward(plan, e, of_left, t, kept, out, wanted[0], wanted[1], add=plan.maps == 0)
-        return None, None, *operand_gradients(gradients, e, plan.of_vectors, t, plan.options, wanted, plan.maps)
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *gradients_of_saved(ctx.plan, incoming, ctx.saved_tensors, ctx.needs_input_grad[2:])
 
 
 # safe because `dispatch.py` sends function transforms elsewhere
@@ -63,15 +48,28 @@ _apply = unprepared_apply(_Decoupled)
 def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
     """Return the output, and its energy if the options ask for it."""
     x = operands.x
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     if torch.compiler.is_compiling():
-        return in_graph(operands, options, effects, differentiable)
+        return in_graph(operands, options, effects, _differentiable(operands))
+    native = HOST.ready(x)
+    if native is not None:
+        results = native.run(options, operands, effects)
+        if results is not None:
+            return results
     if elsewhere(x):
         with torch.cuda.device(x.device):
             return decoupled(operands, options, effects)
-    if differentiable:  # the engine runs backward on the same device
-        return _apply(options, effects, *operands)
-    return forward(plan_of(operands, options), operands, effects, keep=False)[:2]
+    with torch.no_grad():  # a new plan tries a convolution, which is nobody's business
+        plan = plan_of(operands, options)
+    if _differentiable(operands):  # the engine runs backward on the same device
+        results = _apply(plan, effects, *operands)
+    else:
+        results = forward(plan, operands, effects, keep=False)[:2]
+    HOST.learn(plan, operands, options)
+    return results
+
+
+def _differentiable(operands: Operands) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
 @lru_cache(1024)

@@ -3,6 +3,7 @@
 From Python a launch takes some 15 µs, most of it for arguments that are the same every time. Here they are packed once.
 """
 
+import os
 import struct
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,28 @@ _FORMATS = {"fp32": "<f4x", "fp64": "<d", "i1": "<?7x", "u1": "<?7x", "i8": "<b7
 _FORMATS |= {"i16": "<h6x", "u16": "<H6x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q"}
 
 
+def from_python_only() -> bool:
+    """Tell whether $DCNET_NATIVE switches off what is built from C and C++."""
+    return os.environ.get("DCNET_NATIVE") == "0"
+
+
+def launcher_source() -> str:
+    """Return launch.c as one text, with its header: Triton builds from a text."""
+    folder = files("dcnet.ops.fused")
+    source, header = (folder.joinpath(name).read_text("utf-8") for name in ("launch.c", "launch.h"))
+    return source.replace('#include "launch.h"\n', header)
+
+
 @cache
 def compiled_launcher() -> Any:
     """Return the function `launch` of launch.c, built with Triton's C compiler and kept in its cache; or None.
 
     Without it, kernels are launched from Python, which is slower and computes the same.
     """
+    if from_python_only():
+        return None
     try:
-        module = build_c_module(files("dcnet.ops.fused").joinpath("launch.c").read_text(), "dcnet_launch")
+        module = build_c_module(launcher_source(), "dcnet_launch")
         module.use(kernel_launch_address())
     except Exception as error:
         warnings.warn(f"kernels are launched from Python, since launch.c cannot be built: {error}", stacklevel=2)
@@ -101,6 +116,6 @@ class Launches:
             return
         for launcher in self.launchers:
             launcher(memory, *floats)
-        if packed is None and all(launcher.variant is not None for launcher in self.launchers):
+        if packed is None and self.launchers and all(launcher.variant is not None for launcher in self.launchers):
             can = compiled_launcher() is not None
             self.packed = (pack(self.launchers) if can else None) or b""

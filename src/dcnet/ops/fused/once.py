@@ -1,6 +1,6 @@
 """Gradients computed by kernels have no derivative: asking for one raises, and never returns an incomplete number."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,18 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("a second derivative through the fused kernels, which have none; impl='eager' has")
 
 
+def once(backward: Callable[[], tuple[Any, ...]], read: Callable[[], Sequence[Tensor | None]]) -> tuple[Any, ...]:
+    """Return what `backward` returns, such that to differentiate it raises; read: the tensors that it depends on."""
+    if not torch.is_grad_enabled():  # nothing is recorded
+        return backward()
+    with torch.no_grad():
+        gradients = backward()
+    depend_on = [tensor for tensor in read() if tensor is not None and tensor.requires_grad]
+    present = [gradient for gradient in gradients if gradient is not None]
+    tied = iter(_Once.apply(len(present), *present, *depend_on))
+    return tuple([None if gradient is None else next(tied) for gradient in gradients])
+
+
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Return the backward of an autograd function, wrapped so that to differentiate its results raises.
 
@@ -25,15 +37,6 @@ def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
     """
 
     def recorded(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():  # nothing is recorded
-            return backward(ctx, *incoming)
-        with torch.no_grad():
-            gradients = backward(ctx, *incoming)
-        depend_on = [
-            tensor for tensor in (*incoming, *ctx.saved_tensors) if tensor is not None and tensor.requires_grad
-        ]
-        present = [gradient for gradient in gradients if gradient is not None]
-        tied = iter(_Once.apply(len(present), *present, *depend_on))
-        return tuple([None if gradient is None else next(tied) for gradient in gradients])
+        return once(lambda: backward(ctx, *incoming), lambda: (*incoming, *ctx.saved_tensors))
 
     return recorded

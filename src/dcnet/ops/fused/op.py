@@ -95,7 +95,8 @@ def _dot_and_norms(plan: Plan, x: Tensor) -> tuple[Tensor, Tensor]:
 def recompute(plan: Plan, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     """Return the dot product and the norms of a depthwise layer once more."""
     dot, norms = _dot_and_norms(plan, x)
-    plan.again(Memory((x, unit, dot, norms)))
+    given = {"x": x, "unit": unit, "dot": dot, "norms": norms}
+    plan.again(Memory(tuple(given.get(name) for name in BACKWARD)))
     return dot, norms
 
 

@@ -36,7 +36,7 @@ from dcnet.ops.fused.operands import (
     is_depthwise,
     vector_regions,
 )
-from dcnet.ops.fused.slots import AGAIN, BACKWARD, FORWARD, places_of
+from dcnet.ops.fused.slots import BACKWARD, FORWARD, places_of
 from dcnet.ops.fused.tiles import CHANNELS, Tiles, mean_parts
 
 WARPS = 4  # of a program
@@ -95,13 +95,13 @@ class Plan:
         )
         scratch, regions = ahead["scratch"].slot, self.tiles.scratch
         places = {
-            **{name: ahead[name] for name in AGAIN},
+            **{name: ahead[name] for name in ("x", "unit", "dot", "norms")},
             "energy": ahead["energy"] if self.maps else Place(scratch, regions.at("energies")),
             "sums": Place(scratch, regions.at("norm_sums")) if o.mean_kind == OF_BATCH else None,
         }
         self.ahead = Launches(normalize, *self.norms.forward(places, self.maps))
         # a depthwise layer's backward pass computes dot products and norms again, instead of keeping them
-        again = places_of(AGAIN) | {"energy": None, "sums": None}
+        again = {**back, "energy": None, "sums": None}
         self.again = Launches(*self.norms.forward(again, 0)) if self.depthwise else Launches()
 
     def ordered(self, dot: Tensor) -> Tensor:

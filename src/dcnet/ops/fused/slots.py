@@ -12,7 +12,6 @@ BACKWARD = (
     *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
     *("products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
 )
-AGAIN = ("x", "unit", "dot", "norms")  # of `recompute`
 
 
 def places_of(slots: tuple[str, ...]) -> dict[str, Place]:

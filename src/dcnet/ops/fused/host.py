@@ -1,0 +1,172 @@
+"""The autograd function in C++ (`cpp/`): built in the background at its first use, and given the plans it can run.
+
+It launches the kernels that op.py would, so results are the same bit by bit, and any step may go one way or the other.
+From Python a layer takes the host longer than most kernels take the device.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from threading import Thread
+from typing import Any
+
+from torch import Tensor
+
+from dcnet.ops.fused.launcher import Memory
+from dcnet.ops.fused.layout import Regions
+from dcnet.ops.fused.native import Launches, from_python_only
+from dcnet.ops.fused.once import once
+from dcnet.ops.fused.op import backward, recompute
+from dcnet.ops.fused.operands import (
+    GIVEN,
+    OF_BATCH,
+    OF_RANKS,
+    READ_BY_BACKWARD,
+    Kept,
+    Operands,
+    Options,
+    arrived,
+    operand_gradients,
+)
+from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.slots import BACKWARD, FORWARD
+from dcnet.util.compat import kernel_launch_address
+from dcnet.util.cpp import build_cpp_module
+
+_SOURCES = ("launch.h", "cpp/plan.h", "cpp/passes.h", "cpp/node.h", "cpp/module.cpp")
+# The slots that cpp/plan.h numbers after the operands, in its order
+_FORWARD = ("batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out")
+_BACKWARD = (
+    *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
+    *("products", "grad_x", "grad_unit", "grad_weight"),
+)
+
+
+class Host:
+    """The module in C++, once it is there; `launch_from_python` is for tests and for debugging without a GPU."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.launch_from_python = False
+        self._thread: Thread | None = None
+        self._failed: Exception | None = None
+
+    def ready(self, x: Tensor) -> Any:
+        """Return the module, or None; at the first layer on a GPU, start to build it.
+
+        $DCNET_NATIVE: "0" for never, "wait" to wait until it is built.
+        """
+        if self.module is not None or not x.is_cuda or from_python_only():
+            return self.module
+        if self._thread is None:
+            self._thread = Thread(target=self._build, name="dcnet: C++ build", daemon=True)
+            self._thread.start()
+        if os.environ.get("DCNET_NATIVE") == "wait":
+            self._thread.join()
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            warnings.warn(f"layers run from Python, which is slower, since C++ cannot be built: {error}", stacklevel=2)
+        return self.module
+
+    def _build(self) -> None:
+        try:
+            self.load(kernel_launch_address())
+        except Exception as error:  # told by the next layer: a thread has nobody to tell
+            self._failed = error
+
+    def load(self, launch_address: int) -> None:
+        """Build the module, or take it from the cache; raise `util.cpp.CannotBuild`."""
+        folder = files("dcnet.ops.fused")
+        module = build_cpp_module(
+            "dcnet_host", {p: folder.joinpath(p).read_text("utf-8") for p in _SOURCES}, _SOURCES[-1]
+        )
+        ahead = [FORWARD.index(name) for name in (*Operands._fields, *_FORWARD)]
+        back = [BACKWARD.index(name) for name in (*READ_BY_BACKWARD, *_BACKWARD)]
+        module.use(launch_address, Operands._fields, self._epilogue, self._backward, gradients_of_saved, ahead, back)
+        self.module = module
+
+    def learn(self, plan: Plan, t: Operands, o: Options) -> None:
+        """Let C++ run calls like this one from now on, if it can and its kernels are packed."""
+        if self.module is None or not _is_usual(plan):
+            return
+        ahead = self._kernels(plan.ahead)
+        if ahead is not None:
+            self.module.learn(o, t, plan, {"ahead": ahead, **_numbers(plan)})
+
+    def _kernels(self, launches: Launches) -> bytes | Callable[..., None] | None:
+        """Return the kernels as C++ runs them, None where they are not packed (yet)."""
+        if not launches.launchers:
+            return b""
+        if self.launch_from_python:
+            return lambda tensors, *floats: launches(Memory(tensors), *floats)
+        return launches.packed or None
+
+    def _epilogue(self, plan: Plan, track: int, moves: bool) -> Any:
+        return self._kernels(plan.epilogue(track, moves))
+
+    def _backward(self, plan: Plan, *key: bool) -> Any:
+        found = plan.backward(*key)
+        kernels = [self._kernels(launches) for launches in (found.epilogue, found.ends, plan.again)]
+        return None if None in kernels else (*kernels, found.scratch)
+
+
+HOST = Host()
+
+
+def counts() -> dict[str, int]:
+    """Return how often C++ has run, forward and backward; empty where it is not there (yet)."""
+    return {} if HOST.module is None else HOST.module.counts()
+
+
+def _is_usual(plan: Plan) -> bool:
+    """Tell whether C++ does all that a layer of this kind needs; otherwise op.py does."""
+    o = plan.options
+    some = plan.has_output and plan.norms.count > 0 and all(plan.norms.shape)
+    return some and bool(o.stride) and o.mean_kind != OF_RANKS and o.operator.weighting != "separate"
+
+
+def _numbers(plan: Plan) -> dict[str, Any]:
+    """Return what cpp/plan.h reads of a plan."""
+    o = plan.options
+    return {
+        "stride": o.stride,
+        "padding": o.padding,
+        "dilation": o.dilation,
+        "groups": o.groups,
+        "of_batch": o.mean_kind == OF_BATCH,
+        "activates": o.activation != 0,
+        "depthwise": plan.depthwise,
+        "maps": plan.maps,
+        "vectors": plan.vectors.size,
+        "norms": plan.norms.output,
+        "scratch": plan.tiles.scratch.size,
+        "left": plan.left or (),
+        "out_stride": plan.stride,
+        "positions": plan.positions,
+        "of_vectors": plan.of_vectors.size,
+        "of_mean": _region(plan.tiles.back_scratch, "mean") if o.mean_kind == GIVEN else (0, 0),
+        "gradients": [_region(plan.of_vectors, name) for name in Operands._fields],
+    }
+
+
+def _region(regions: Regions, name: str) -> tuple[int, int]:
+    found = regions.slices.get(name, slice(0, 0))
+    return found.start, found.stop - found.start
+
+
+def gradients_of_saved(
+    plan: Plan, incoming: Sequence[Tensor | None], saved: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Any, ...]:
+    """Return the gradients of the operands; saved: what forward kept, the output or None, and the operands."""
+
+    def gradients() -> tuple[Any, ...]:
+        e, of_left = incoming
+        kept, t = Kept(*saved[:4]), Operands(*saved[5:])  # type: ignore[arg-type]
+        if plan.depthwise:
+            kept = Kept(*recompute(plan, t.x, kept.unit), *kept[2:])
+        e, out = arrived(e, of_left, saved[4], kept.dot, plan.options)
+        found = backward(plan, e, of_left, t, kept, out, wanted[0], wanted[1], add=plan.maps == 0)
+        return operand_gradients(found, e, plan.of_vectors, t, plan.options, wanted, plan.maps)
+
+    return once(gradients, lambda: (*incoming, *saved))
