@@ -39,7 +39,7 @@ def compile_launcher(launcher, half):
     for i, (parameter, value) in enumerate(zip(kernel.params, launcher.values, strict=True)):
         name = parameter.name
         if isinstance(value, Place):
-            signature[name] = "*i64" if name == "norm_batches" else half if name in MAPS else "*fp32"
+            signature[name] = "*i64" if name in ("norm_batches", "batches") else half if name in MAPS else "*fp32"
             attributes[i,] = [["tt.divisibility", 16]]
         elif isinstance(value, Changing) or (isinstance(value, float) and not parameter.is_constexpr):
             signature[name] = "fp32"
@@ -61,10 +61,23 @@ def launchers(magnitude, angular, weighting, dtype):
     x, weight = torch.zeros(2, 96, 16, 16, dtype=dtype).to(**order), torch.zeros(96, 96, 3, 3)
     vector = torch.ones(96)
 
-    def plan(follows, activation=0, residual=None, leaves=False, energy=None):
+    def plan(follows, activation=0, residual=None, leaves=False, energy=None, weight=weight):
         mean = OF_BATCH if radius is not None else NO_MEAN
         options = Options(
-            *((1, 1), (1, 1), (1, 1), 1, 1e-4, 2, mean, follows, 1e-3, activation, leaves, operator),
+            *(
+                (1, 1),
+                (1, 1),
+                (1, 1),
+                96 // weight.shape[1],
+                1e-4,
+                2,
+                mean,
+                follows,
+                1e-3,
+                activation,
+                leaves,
+                operator,
+            ),
         )
         bias = vector if weighting else None
         learned = vector[None] if operator.learned else None
@@ -87,6 +100,14 @@ def launchers(magnitude, angular, weighting, dtype):
     alone = plan(ALONE)
     yield from {"alone": alone.epilogue(2 * tracked, False).launchers[0], "energies": alone.ahead.launchers[1]}.items()
     yield "gradients alone", alone.backward(False, False, True, True, True).epilogue.launchers[0]
+    depthwise = plan(STATISTICS, RELU, weight=torch.zeros(96, 1, 3, 3))
+    yield "windows", depthwise.ahead.launchers[1]
+    yield from zip(
+        ("depthwise statistics", "depthwise output", "count"), depthwise.epilogue(tracked, True).launchers, strict=False
+    )
+    back = depthwise.backward(False, False, True, True, True)
+    yield from zip(("depthwise reduce", "depthwise gradients"), back.epilogue.launchers, strict=False)
+    yield from zip(("columns", "gradient of x"), back.ends.launchers, strict=False)
 
 
 OPERATORS = {

@@ -63,17 +63,17 @@ def assert_same(actual, expected):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The names of the kernels that were launched."""
-    from dcnet.ops.fused import launcher
+    """The names of the kernels that were launched, from Python or by the compiled launcher."""
+    from dcnet.ops.fused import native
 
     names = []
-    launch = launcher.Launcher.__call__
+    launch = native.Launches.__call__
 
     def noted(self, memory, *floats):
-        names.append(self.kernel.fn.__name__)
+        names.extend(launcher.kernel.fn.__name__ for launcher in self.launchers)
         launch(self, memory, *floats)
 
-    monkeypatch.setattr(launcher.Launcher, "__call__", noted)
+    monkeypatch.setattr(native.Launches, "__call__", noted)
     return names
 
 

@@ -22,6 +22,9 @@ SMALL = {
         2, (2, 3, 5, 4), (5, 3, 3, 2), False, (("padding", "same"), ("dilation", (2, 1))), channels_last=True
     ),
     "grouped, channels last": Case(2, (2, 4, 4, 5), (6, 2, 2, 2), True, (("groups", 2),), channels_last=True),
+    "depthwise, channels last": Case(
+        2, (2, 6, 5, 4), (6, 1, 3, 3), True, (("padding", 1), ("stride", (2, 1)), ("groups", 6)), channels_last=True
+    ),
     "1d": Case(1, (2, 3, 7), (5, 3, 3), True, (("padding", 1), ("padding_mode", "circular"))),
     "linear": Case(0, (7, 9), (5, 9), True, ()),
     "3d": Case(3, (1, 2, 4, 4, 4), (3, 2, 2, 2, 2), False, (("stride", 2),)),
@@ -33,6 +36,16 @@ AWKWARD = {
     for channels, kernels in ((1, 3), (3, 50), (50, 257), (257, 1))
     for h, w in ((1, 1), (7, 9))
     for last in (False, True)
+} | {
+    f"depthwise, {channels} channels, {k}×{k}": Case(
+        2,
+        (3, channels, 9, 7),
+        (channels, 1, k, k),
+        True,
+        (("padding", k // 2), ("groups", channels)),
+        channels_last=True,
+    )
+    for channels, k in ((72, 5), (257, 3), (96, 7))
 }
 CASES = SMALL | AWKWARD if GPU else SMALL
 

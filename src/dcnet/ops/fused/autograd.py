@@ -31,7 +31,9 @@ class _Decoupled(torch.autograd.Function):
         out, left, kept = forward(plan, t, effects)
         if left is not None:
             ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept, wanted_output(out, t, plan.options), *for_backward(t))
+        # a depthwise layer's dot products and norms, two maps, are quick to compute again
+        maps = (None, None) if plan.depthwise else kept[:2]
+        ctx.save_for_backward(*maps, *kept[2:], wanted_output(out, t, plan.options), *for_backward(t))
         return out, left
 
     @staticmethod

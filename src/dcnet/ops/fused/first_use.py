@@ -10,7 +10,8 @@ import torch
 
 from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.operands import Effects, Operands, tracking, wanted_output
-from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
+from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.util.compat import compiling_together
 
 _COUNTS = ("batches", "mean_batches")  # int64
@@ -32,7 +33,7 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
         o = plan.options
         behind = wanted_output(t.x, t, o) is not None
         back = plan.backward(behind, o.leaves, plan.maps == 0, t.x.requires_grad, t.weight.requires_grad)
-        passes += [(BACKWARD, back.epilogue), (BACKWARD, back.ends)]
+        passes += [(BACKWARD, plan.again), (BACKWARD, back.epilogue), (BACKWARD, back.ends)]
     with compiling_together(os.cpu_count() or 1) as can:
         if can:
             for slots, launches in passes:

@@ -17,7 +17,7 @@ from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import Regions
 from dcnet.ops.fused.native import Launches, from_python_only
 from dcnet.ops.fused.once import once
-from dcnet.ops.fused.op import backward
+from dcnet.ops.fused.op import backward, recompute
 from dcnet.ops.fused.operands import (
     GIVEN,
     OF_BATCH,
@@ -29,7 +29,8 @@ from dcnet.ops.fused.operands import (
     arrived,
     operand_gradients,
 )
-from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
+from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.util.compat import kernel_launch_address
 from dcnet.util.cpp import build_cpp_module
 
@@ -106,8 +107,8 @@ class Host:
 
     def _backward(self, plan: Plan, *key: bool) -> Any:
         found = plan.backward(*key)
-        epilogue, ends = self._kernels(found.epilogue), self._kernels(found.ends)
-        return None if epilogue is None or ends is None else (epilogue, ends, found.scratch)
+        kernels = [self._kernels(launches) for launches in (found.epilogue, found.ends, plan.again)]
+        return None if None in kernels else (*kernels, found.scratch)
 
 
 HOST = Host()
@@ -122,8 +123,7 @@ def _is_usual(plan: Plan) -> bool:
     """Tell whether C++ does all that a layer of this kind needs; otherwise op.py does."""
     o = plan.options
     some = plan.has_output and plan.norms.count > 0 and all(plan.norms.shape)
-    other = getattr(plan, "single", False) or getattr(plan, "depthwise", False)
-    return some and not other and bool(o.stride) and o.mean_kind != OF_RANKS and o.operator.weighting != "separate"
+    return some and bool(o.stride) and o.mean_kind != OF_RANKS and o.operator.weighting != "separate"
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "groups": o.groups,
         "of_batch": o.mean_kind == OF_BATCH,
         "activates": o.activation != 0,
+        "depthwise": plan.depthwise,
         "maps": plan.maps,
         "vectors": plan.vectors.size,
-        "mean": _region(plan.vectors, "mean"),
         "norms": plan.norms.output,
         "scratch": plan.tiles.scratch.size,
         "left": plan.left or (),
@@ -168,6 +168,8 @@ def gradients_of_saved(
     def gradients() -> tuple[Any, ...]:
         e, of_left = incoming
         kept, t = Kept(*saved[:4]), Operands(*saved[5:])  # type: ignore[arg-type]
+        if plan.depthwise:
+            kept = Kept(*recompute(plan, t.x, kept.unit), *kept[2:])
         e, out = arrived(e, of_left, saved[4], kept.dot, plan.options)
         found = backward(plan, e, of_left, t, kept, out, wanted[0], wanted[1], add=plan.maps == 0)
         return operand_gradients(found, e, plan.of_vectors, t, plan.options, wanted, plan.maps)

@@ -18,6 +18,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_two_in(number: int) -> int:
+    """Return the largest power of two, up to 16, that divides a number: what the compiler may take for granted."""
+    return min(16, number & -number)
+
+
 class Regions:
     """Named regions of a float32 buffer, one after the other.
 
@@ -110,6 +115,13 @@ def dense(x: Tensor) -> Tensor:
     if x.dim() == 3:  # (N, C, L) with channels last has no name of its own
         return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
     return x if x.is_contiguous(memory_format=order) else x.contiguous()
+
+
+def channels_last_strides(shape: Sizes) -> Sizes:
+    """Return the strides of a map (N, C, …) whose channels lie next to each other."""
+    channels, *sizes = shape[1:]
+    strides = [channels * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    return (channels * math.prod(sizes), 1, *strides)
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
-from dcnet.ops.fused.layout import energy_maps, on_device
+from dcnet.ops.fused.layout import channels_last_strides, energy_maps, on_device
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import backward, forward
 from dcnet.ops.fused.operands import (
@@ -28,6 +28,7 @@ from dcnet.ops.fused.operands import (
     convolution,
     for_backward,
     gradient_regions,
+    is_depthwise,
     operand_gradients,
     vector_regions,
     wanted_output,
@@ -99,7 +100,11 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
     unit = torch.empty_like(t.weight, dtype=t.x.dtype)
     dot = convolution(t.x, unit, o)
-    norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
+    if is_depthwise(t.x, t.weight, o.groups):
+        dot = dot.new_empty_strided(dot.shape, channels_last_strides(dot.shape))
+        norms = torch.empty_like(dot, dtype=torch.float32)
+    else:
+        norms = t.x.new_empty((t.x.shape[0], o.groups, *dot.shape[2:]), dtype=torch.float32)
     size = vector_regions(t.weight.shape[0], o).size
     left = norms.new_empty((energy_maps(t.weight.shape[0], o.groups), *norms.shape) if o.leaves else 0)
     return torch.empty_like(dot), left, dot, norms, unit, norms.new_empty(size)
@@ -126,9 +131,10 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     parts = mean_parts(t.weight.shape[0] // o.groups)
+    products = want_x and not is_depthwise(t.x, t.weight, o.groups)
     return (
         torch.empty_like(t.x) if want_x else e.new_empty(0),
-        kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if want_x else 0),
+        kept.vectors.new_empty((t.x.shape[0], o.groups, *t.x.shape[2:]) if products else 0),
         torch.empty_like(t.weight) if want_weight else e.new_empty(0),
         kept.vectors.new_empty(gradient_regions(t, o).size),
         kept.vectors.new_empty(o.groups * parts if o.mean_kind == GIVEN else 0),
@@ -150,7 +156,7 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
     gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, of_left, out, *wanted[:2], *saved, *ctx.options))
     if out is None:
         gradients = gradients._replace(residual=None)
-    if wanted[0] and ctx.maps == 0:
+    if wanted[0] and ctx.maps == 0 and not is_depthwise(t.x, t.weight, o.groups):
         assert gradients.x is not None
         assert gradients.products is not None
         x = t.x.unflatten(1, (o.groups, -1)).float() * gradients.products.unsqueeze(2)

@@ -12,17 +12,21 @@ from dcnet.ops.fused.layout import Sizes, View, cdiv
 from dcnet.ops.fused.operands import Options
 
 _BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
-_SHORT = 2**31 - 2**16  # what 32-bit indices reach
+SHORT = 2**31 - 2**16  # what 32-bit indices reach
 Places = Mapping[str, Place | None]
 
 
 def kernel_launchers(
-    kernels: int, size: int, forward: Places, backward: Places, eps: float
+    kernels: int, size: int, forward: Places, backward: Places, eps: float, taps_first: bool = False
 ) -> tuple[Launcher, Launcher]:
-    """Return the launchers that normalize kernels of `size` elements, and that compute the gradient of that."""
+    """Return the launchers that normalize kernels of `size` elements, and that compute the gradient of that.
+
+    taps_first: write the normalized kernels as (size, kernels).
+    """
+    order = {"unit_k": 1, "unit_i": kernels} if taps_first else {"unit_k": size, "unit_i": 1}
     fixed = {"D": size, "BLOCK": min(1024, triton.next_power_of_2(size))}
     return (
-        Launcher(norms.normalize, (kernels,), {**forward, **fixed, "eps": eps}),
+        Launcher(norms.normalize, (kernels,), {**forward, **fixed, **order, "eps": eps}),
         Launcher(norms.normalize_backward, (kernels,), {**backward, **fixed}),
     )
 
@@ -30,8 +34,11 @@ def kernel_launchers(
 class NormPlan:
     """Makes the launchers of patch norms for inputs of one shape and memory order."""
 
+    depthwise = False
+    sums = 0  # how many sums along columns a depthwise layer needs
+
     def __init__(self, shape: Sizes, strides: Sizes, kernel: Sizes, o: Options) -> None:
-        self.groups, self.shape = o.groups, shape
+        self.groups, self.shape, self.eps = o.groups, shape, o.eps
         sizes = shape[2:]
         positions = [
             (i + 2 * p - d * (k - 1) - 1) // s + 1
@@ -54,36 +61,48 @@ class NormPlan:
         sizes = {"groups": self.groups, "C": view.kernels, "P": view.positions, "blocks": cdiv(view.positions, bp)}
         return {**sizes, **dict(zip(("x_b", "x_c", "x_p"), view.strides, strict=True)), "BP": bp, "BC": bc}
 
-    def energies(self, places: Places) -> Launcher:
-        """Return the launcher for ½·Σ x² over channels."""
-        over = self._over_channels()
-        return Launcher(norms.energies, (self.view.batch * self.groups * over["blocks"],), {**places, **over})
+    def forward(self, at: Places, maps: int) -> list[Launcher]:
+        """Return the launchers for patch norms.
 
-    def product(self, places: Places) -> Launcher:
-        """Return the launcher that adds x times the result of `box_gradient` to the gradient of x, in place."""
-        over = self._over_channels()
-        grid = (self.view.batch * self.groups * over["blocks"], cdiv(self.view.kernels, over["BC"]))
-        return Launcher(norms.add_product, grid, {**places, **over})
-
-    def box(self, places: Places, eps: float, maps: int) -> Launcher:
-        """Return the launcher for the patch norms of ½·Σ x², which is the sum of `maps` maps."""
-        sizes = {"eps": eps, "maps": maps, "rows": self.rows, "total": self.count}
-        fixed = {"LONG": self.count > _SHORT, "BLOCK": _BLOCK}
+        maps: how many hold the energy of x, ½·Σ x² over channels; 0 where it is to be computed first.
+        """
+        if not self.count:
+            return []
+        launchers = []
+        if not maps:
+            over = self._over_channels()
+            places = {"x_ptr": at["x"], "q_ptr": at["energy"]}
+            programs = self.view.batch * self.groups * over["blocks"]
+            launchers.append(Launcher(norms.energies, (programs,), {**places, **over}))
+        places = {"n_ptr": at["norms"], "q_ptr": at["energy"], "sums_ptr": at["sums"]}
+        sizes = {"eps": self.eps, "maps": maps or 1, "rows": self.rows, "total": self.count}
+        fixed = {"LONG": self.count > SHORT, "BLOCK": _BLOCK}
         grid = (self.programs, self.groups)
-        return Launcher(norms.box, grid, {**places, **self.window, **sizes, **fixed}, _BOX_WARPS)
+        return [*launchers, Launcher(norms.box, grid, {**places, **self.window, **sizes, **fixed}, _BOX_WARPS)]
 
-    def box_gradient(self, places: Places, maps: int, means: int, share: float) -> Launcher:
-        """Return the launcher for t (N, groups, …), where x·t is the gradient of x.
+    def backward(self, at: Places, maps: int, means: int, share: float, add: bool) -> list[Launcher]:
+        """Return the launchers for the products t (N, groups, …), where x·t is a part of the gradient of x.
 
-        It reads the norms ‖x‖ and their gradient. The gradient is the sum of `maps` maps, plus a `share` of the
-        gradient of E{‖x‖}, which is the same for every norm of a group, and is the sum of `means` numbers.
+        They read the norms ‖x‖ and their gradient. The gradient is the sum of `maps` maps, plus a `share` of the
+        gradient of E{‖x‖}, which is the same for every norm of a group, and is the sum of `means` numbers. add: whether
+        to add x·t to the gradient of x.
         """
         total = self.shape[0] * math.prod(self.shape[2:])
+        if not self.count or not math.prod(self.shape):
+            return []
+        t = at["products"]
+        places = {"n_ptr": at["norms"], "e_ptr": at["of_norms"], "e_mean": at["of_mean"], "t_ptr": t}
         sizes = {"share": share, "total": total, "rows": math.prod(self.output)}
         sums = {"MAPS": maps, "MEANS": means, "PARTS": triton.next_power_of_2(max(1, means))}
-        fixed = {"LONG": total > _SHORT, "BLOCK": _BLOCK}
+        fixed = {"LONG": total > SHORT, "BLOCK": _BLOCK}
         grid = (cdiv(total, _BLOCK), self.groups)
-        return Launcher(norms.box_backward, grid, {**places, **self.window, **sizes, **sums, **fixed}, _BOX_WARPS)
+        box = Launcher(norms.box_backward, grid, {**places, **self.window, **sizes, **sums, **fixed}, _BOX_WARPS)
+        if not add:
+            return [box]
+        over = self._over_channels()
+        grid = (self.view.batch * self.groups * over["blocks"], cdiv(self.view.kernels, over["BC"]))
+        places = {"grad_ptr": at["grad_x"], "x_ptr": at["x"], "t_ptr": t}
+        return [box, Launcher(norms.add_product, grid, {**places, **over})]
 
 
 def _three(values: Sequence[int], missing: int) -> list[int]:

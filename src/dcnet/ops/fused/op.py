@@ -27,7 +27,8 @@ from dcnet.ops.fused.operands import (
     convolution,
     tracking,
 )
-from dcnet.ops.fused.plan import BACKWARD, FORWARD, Plan
+from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.util.compat import recomputing
 
@@ -56,15 +57,20 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
         batches = torch.zeros((), dtype=torch.int64, device=device)
 
     vectors = torch.empty(regions.size, dtype=single, device=device)
-    norms = torch.empty(plan.norms.output, dtype=single, device=device)
+    dot = None
+    if plan.depthwise:  # its own kernels compute the dot product
+        dot, norms = _dot_and_norms(plan, x)
+    else:
+        norms = torch.empty(plan.norms.output, dtype=single, device=device)
     scratch = torch.empty(plan.tiles.scratch.size, dtype=single, device=device)
     unit = torch.empty_like(t.weight, dtype=x.dtype)
     left = None if plan.left is None else torch.empty(plan.left, dtype=single, device=device)
-    memory = Memory((*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, left, None, None))
+    memory = Memory((*t, batches, running_norm, mean_batches, vectors, unit, norms, scratch, left, dot, None))
     plan.ahead(memory)
-    dot = plan.ordered(convolution(x, unit, o))
+    if dot is None:
+        dot = plan.ordered(convolution(x, unit, o))
+        memory.put(_DOT, dot)
     out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
-    memory.put(_DOT, dot)
     memory.put(_OUT, out)
     if o.mean_kind == OF_RANKS:
         _mean_over_ranks(norms, regions.view(vectors, "mean"), plan.norms.count, tracked)
@@ -75,11 +81,23 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
         memory.put(_RESIDUAL, plan.ordered(t.residual))
     if plan.has_output:
         plan.epilogue(track, momentum is not None)(memory, momentum or 0.0, mean_momentum)
-        if mean_batches is not None and o.groups > 1:
-            mean_batches.add_(regions.view(vectors, "mean")[: o.groups].isfinite().all())
     elif o.mean_kind == OF_BATCH:
         regions.view(vectors, "mean").fill_(torch.nan)  # the mean of no numbers
     return out, left, Kept(dot, norms, unit, vectors)
+
+
+def _dot_and_norms(plan: Plan, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the dot product and the norms of a depthwise layer, which have the same shape."""
+    dot = torch.empty_strided(plan.norms.output, plan.stride, dtype=x.dtype, device=x.device)
+    return dot, torch.empty_like(dot, dtype=torch.float32)
+
+
+def recompute(plan: Plan, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the dot product and the norms of a depthwise layer once more."""
+    dot, norms = _dot_and_norms(plan, x)
+    given = {"x": x, "unit": unit, "dot": dot, "norms": norms}
+    plan.again(Memory(tuple(given.get(name) for name in BACKWARD)))
+    return dot, norms
 
 
 def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMean | None) -> None:
@@ -126,12 +144,12 @@ def backward(
         want_weight: whether the gradient of the weight is wanted.
         add: whether to add the gradient of the norms to that of the convolution. Not where the layer before passed on
             the energy of x, since that layer adds it; nor in a compiled graph, which adds it in a pass with what
-            comes next.
+            comes next. The kernels of a depthwise layer compute both at once, and always add.
     """
     o, x, weight = plan.options, t.x, t.weight
     dot, norms, unit, vectors = kept
     device, single = x.device, torch.float32
-    add = add or not want_x
+    add = add or not want_x or plan.depthwise
     launchers = plan.backward(out is not None, of_left is not None, add, want_x, want_weight)
     grad_d = torch.empty_like(dot)
     behind = None if out is None else torch.empty_like(dot)
@@ -154,11 +172,13 @@ def backward(
 
     if o.stride:
         shape = (o.stride, o.padding, o.dilation, False, [0] * len(o.stride), o.groups)
-        wanted = (want_x, want_weight, False)
+        wanted = (want_x and not plan.depthwise, want_weight, False)
         grad_x, grad_unit, _ = torch.ops.aten.convolution_backward.default(grad_d, x, unit, None, *shape, wanted)
     else:
         grad_x = grad_d @ unit if want_x else None
         grad_unit = grad_d.t() @ x if want_weight else None
+    if plan.depthwise and want_x:
+        grad_x = torch.empty_like(x)
     if want_x:
         if o.mean_kind == OF_RANKS:  # even if this rank has no input: the others wait for it
             memory.put(_OF_MEAN, _over_ranks(plan, plan.tiles.back_scratch.view(scratch, "mean"), vectors))

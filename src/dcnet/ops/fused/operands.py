@@ -88,6 +88,14 @@ class Operands(NamedTuple):
     energy: Tensor | None  # of x, as the layer before returned it
 
 
+def is_depthwise(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """Tell whether each channel of x has one kernel, and channels lie next to each other in memory.
+
+    Such layers have kernels of their own, which compute the dot product too.
+    """
+    return x.dim() > 2 and groups == weight.shape[0] == x.shape[1] > 1 and x.stride(1) == 1 and not x.is_contiguous()
+
+
 READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
 
 
@@ -122,7 +130,7 @@ class Kept(NamedTuple):
 
     dot: Tensor  # ⟨w, x⟩/‖w‖
     norms: Tensor  # ‖x‖ (N, groups, …)
-    unit: Tensor  # w/‖w‖
+    unit: Tensor  # w/‖w‖; of a depthwise layer with the taps first
     vectors: Tensor  # the small vectors in one buffer; `vector_regions` says where
 
 

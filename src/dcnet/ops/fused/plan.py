@@ -12,11 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from dcnet.ops.fused.depthwise_plan import DepthwisePlan
 from dcnet.ops.fused.kernels import statistics
 from dcnet.ops.fused.kernels.backward import backward as backward_kernel
 from dcnet.ops.fused.kernels.forward import forward as forward_kernel
 from dcnet.ops.fused.launcher import Changing, Launcher, Place
-from dcnet.ops.fused.layout import dense, energy_maps
+from dcnet.ops.fused.layout import channels_last_strides, dense, energy_maps
 from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import NormPlan, kernel_launchers
 from dcnet.ops.fused.operands import (
@@ -27,29 +28,19 @@ from dcnet.ops.fused.operands import (
     OF_RANKS,
     OTHER,
     PRELU,
-    READ_BY_BACKWARD,
     STATISTICS,
     Operands,
     Options,
     convolution,
     gradient_regions,
+    is_depthwise,
     vector_regions,
 )
-from dcnet.ops.fused.tiles import CHANNELS, Tiles
+from dcnet.ops.fused.slots import BACKWARD, FORWARD, places_of
+from dcnet.ops.fused.tiles import CHANNELS, Tiles, mean_parts
 
 WARPS = 4  # of a program
 NORM_MOMENTUM, MEAN_MOMENTUM = Changing(0), Changing(1)  # the floats given at each forward launch
-
-# The names of the slots of a call's memory, which `forward` and `backward` in op.py fill in this order
-FORWARD = (
-    *Operands._fields,
-    *("batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out"),
-)
-BACKWARD = (
-    *READ_BY_BACKWARD,
-    *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
-    *("products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
-)
 
 
 class Backward(NamedTuple):
@@ -70,7 +61,9 @@ class Plan:
         self.maps = 0 if t.energy is None else t.energy.shape[0]  # how many hold the energy of x
         self.vectors = vector_regions(self.kernels, o)
         self.of_vectors = gradient_regions(t, o)
-        self.norms = NormPlan(t.x.shape, t.x.stride(), t.weight.shape[2:], o)
+        sizes = (t.x.shape, t.x.stride(), t.weight.shape[2:], o)
+        self.depthwise = is_depthwise(t.x, t.weight, o.groups)
+        self.norms = DepthwisePlan(*sizes, t.x.device) if self.depthwise else NormPlan(*sizes)
         self.tiles = Tiles(dot, self.has, self.norms, o)
         self._launchers(t)
         self.used = False  # whether its kernels have been compiled
@@ -81,7 +74,7 @@ class Plan:
 
     def _launchers(self, t: Operands) -> None:
         """Make the launchers that do not depend on the pass."""
-        o, ahead, back = self.options, _places(FORWARD), _places(BACKWARD)
+        o, ahead, back = self.options, places_of(FORWARD), places_of(BACKWARD)
         # The gradient of ‖w‖: as factor or gain it comes first among those of the vectors; with "separate" it is
         # computed from them.
         separate = self.operator.weighting == "separate"
@@ -98,12 +91,18 @@ class Plan:
                 "e_norm_ptr": e_norm,
             },
             o.eps,
+            self.depthwise,
         )
-        energy = ahead["energy"] if self.maps else Place(ahead["scratch"].slot, self.tiles.scratch.at("energies"))
-        sums = Place(ahead["scratch"].slot, self.tiles.scratch.at("norm_sums")) if o.mean_kind == OF_BATCH else None
-        energies = [] if self.maps else [self.norms.energies({"x_ptr": ahead["x"], "q_ptr": energy})]
-        box = self.norms.box({"n_ptr": ahead["norms"], "q_ptr": energy, "sums_ptr": sums}, o.eps, self.maps or 1)
-        self.ahead = Launches(normalize, *([*energies, box] if self.norms.count else []))
+        scratch, regions = ahead["scratch"].slot, self.tiles.scratch
+        places = {
+            **{name: ahead[name] for name in ("x", "unit", "dot", "norms")},
+            "energy": ahead["energy"] if self.maps else Place(scratch, regions.at("energies")),
+            "sums": Place(scratch, regions.at("norm_sums")) if o.mean_kind == OF_BATCH else None,
+        }
+        self.ahead = Launches(normalize, *self.norms.forward(places, self.maps))
+        # a depthwise layer's backward pass computes dot products and norms again, instead of keeping them
+        again = {**back, "energy": None, "sums": None}
+        self.again = Launches(*self.norms.forward(again, 0)) if self.depthwise else Launches()
 
     def ordered(self, dot: Tensor) -> Tensor:
         """Return a tensor of the output's shape in the memory order of this plan, copied only if it has another."""
@@ -113,7 +112,7 @@ class Plan:
 
     def _vectors(self, slots: tuple[str, ...]) -> dict[str, Place | None]:
         """Return the places of the vectors that both epilogue kernels read; None for those that are absent."""
-        o, at, weighting = self.options, _places(slots), self.operator.weighting
+        o, at, weighting = self.options, places_of(slots), self.operator.weighting
         places = {name: at[name] if self.has[name] else None for name in ("radius", "bias", "learned", "slope")}
 
         def among_vectors(name: str) -> Place:
@@ -139,7 +138,7 @@ class Plan:
         return found
 
     def _epilogue(self, track: int, moves: bool) -> Launches:
-        o, at, has = self.options, _places(FORWARD), self.has
+        o, at, has = self.options, places_of(FORWARD), self.has
         known = int(o.mean_kind != NO_MEAN)
         scratch = at["scratch"].slot
         nothing = dict.fromkeys(("y_ptr", "energy_ptr", "residual_ptr", "gamma", "beta", "running_var", "norm_batches"))
@@ -181,7 +180,11 @@ class Plan:
             "NORM": o.follows,
             "ACTIVATION": min(o.activation, OTHER),
         }
-        return Launches(*launchers, self._forward(arguments | there | last))
+        launchers.append(self._forward(arguments | there | last))
+        if track and o.groups > 1:
+            count = {"mean": arguments["mean"], "batches": at["mean_batches"], "groups": o.groups, "BLOCK": 256}
+            launchers.append(Launcher(statistics.count_batch, (1,), count))
+        return Launches(*launchers)
 
     def _forward(self, arguments: dict[str, Any]) -> Launcher:
         return Launcher(forward_kernel, self.tiles.grid, arguments, WARPS)
@@ -199,7 +202,7 @@ class Plan:
         return found
 
     def _backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
-        o, at, follows = self.options, _places(BACKWARD), self.options.follows != ALONE
+        o, at, follows = self.options, places_of(BACKWARD), self.options.follows != ALONE
         reduced = 3 if o.activation == PRELU else 2
 
         def scratch(name: str) -> Place:
@@ -234,38 +237,37 @@ class Plan:
         if self.tiles.rows:
             epilogue.append(self._vector_gradients(arguments, scratch("sums"), scratch("mean"), at["of_vectors"]))
 
-        products = scratch("products") if add else at["products"]
-        of_norms: dict[str, Any] = {"n_ptr": at["norms"], "e_ptr": scratch("norms"), "e_mean": None, "t_ptr": products}
-        parts, share = 0, 0.0
-        if o.mean_kind == OF_BATCH:
-            of_norms["e_mean"], parts, share = scratch("mean"), self.tiles.mean_parts, 1.0 / max(1, self.norms.count)
-        elif o.mean_kind == OF_RANKS:
-            of_norms["e_mean"], parts, share = at["of_mean"], 1, 1.0
-        box = self.norms.box_gradient(of_norms, self.tiles.kernel_blocks, parts, share)
-        product = self.norms.product({"grad_ptr": at["grad_x"], "x_ptr": at["x"], "t_ptr": products})
-        of_x = [box, *([product] if add else [])] if want_x and self.norms.count and math.prod(self.norms.shape) else []
+        of_mean, parts, share = {
+            OF_BATCH: (scratch("mean"), self.tiles.mean_parts, 1.0 / max(1, self.norms.count)),
+            OF_RANKS: (at["of_mean"], 1, 1.0),
+        }.get(o.mean_kind, (None, 0, 0.0))
+        places = {
+            **{name: at[name] for name in ("x", "unit", "norms", "grad_d", "grad_x")},
+            "of_norms": scratch("norms"),
+            "of_mean": of_mean,
+            "columns": scratch("columns"),
+            "products": scratch("products") if add else at["products"],
+        }
+        of_x = self.norms.backward(places, self.tiles.kernel_blocks, parts, share, add) if want_x else []
         of_weight = [self.normalize_backward] if want_weight else []
         size = self.tiles.back_scratch.size if add else self.tiles.back_scratch.at("products")
         return Backward(Launches(*epilogue), Launches(*of_x, *of_weight), size)
 
     def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
         """Return the launcher for the gradients of the vectors and of E{‖x‖}, computed from the programs' sums."""
-        sizes = {"programs": self.tiles.programs, "K": self.kernels // self.groups, "channels": self.kernels}
+        groups = 1 if self.depthwise else self.groups  # there, each program has several of them
+        sizes = {"programs": self.tiles.programs, "K": self.kernels // groups, "channels": self.kernels}
         blocks = {"BR": min(triton.next_power_of_2(self.tiles.programs), 256), "BC": CHANNELS}
-        rows = {"ROWS": self.tiles.rows, "RADIUS_ROW": self.tiles.radius_row}
+        rows = {"ROWS": self.tiles.rows, "RADIUS_ROW": self.tiles.radius_row, "DEPTHWISE": self.depthwise}
         places = {"radius": arguments["radius"], "sums": sums, "mean": arguments["mean"]}
         results = {"gradients": gradients, "grad_mean": grad_mean}
-        grid = (self.groups, self.tiles.mean_parts)
+        grid = (groups, mean_parts(sizes["K"]))
         return Launcher(statistics.vector_gradients, grid, places | results | sizes | rows | self.tiles.radius | blocks)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """The shape of the factor of x in the gradient: that of x, with groups in place of channels."""
         return (self.norms.shape[0], self.groups, *self.norms.shape[2:])
-
-
-def _places(slots: tuple[str, ...]) -> dict[str, Place]:
-    return {name: Place(i) for i, name in enumerate(slots)}
 
 
 _PLANS: dict[Any, Plan] = {}
@@ -283,6 +285,8 @@ def plan_of(t: Operands, o: Options, dot: Tensor | None = None) -> Plan:
                 raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
         if dot is None:  # the result is not used, but only a convolution knows the memory order of its results
             dot = dense(convolution(x, torch.empty_like(weight, dtype=x.dtype), o))
+            if is_depthwise(x, weight, o.groups):  # as its own kernels write it
+                dot = dot.new_empty_strided(dot.shape, channels_last_strides(dot.shape))
         if len(_PLANS) >= 4096:  # many may be of shapes that never come again
             _PLANS.clear()
         found = _PLANS[key] = Plan(t, o, dot)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dcnet.formulas import Choice
 from dcnet.ops.activations import ACTIVATIONS, FUNCTIONS
 from dcnet.ops.fused import formulas
-from dcnet.ops.fused.layout import Regions, View, cdiv
+from dcnet.ops.fused.layout import Regions, View, cdiv, power_of_two_in
 from dcnet.ops.fused.norm_plan import NormPlan
 from dcnet.ops.fused.operands import Options
 from dcnet.ops.inputs import RADIUS_FLOOR
@@ -30,12 +30,14 @@ class Tiles:
     """The division of an output in the memory order of `dot`; has: which operands are there."""
 
     def __init__(self, dot: Tensor, has: dict[str, bool], norms: NormPlan, o: Options) -> None:
-        operator, kernels = o.operator, dot.shape[1]
-        view = View(dot.shape, dot.stride(), o.groups)
+        operator, kernels, depthwise = o.operator, dot.shape[1], norms.depthwise
+        groups = 1 if depthwise else o.groups  # there, a tile is of several groups
+        view = View(dot.shape, dot.stride(), groups)
         bp, bk = view.blocks(TILE)
-        self.kernel_blocks = cdiv(view.kernels, bk)
+        columns = groups * cdiv(view.kernels, bk)
+        self.kernel_blocks = 1 if depthwise else cdiv(view.kernels, bk)  # in which a group's kernels are divided
         self.count = view.batch * view.positions
-        columns = o.groups * self.kernel_blocks
+        unit = power_of_two_in(view.kernels)
         # Programs share the tiles: enough programs to fill the device, few enough that adding up their sums is quick.
         cuda = dot.device.type == "cuda"
         wanted = PROGRAMS * torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 2
@@ -48,8 +50,9 @@ class Tiles:
         self.radius = {"RADIUS": o.radius_kind if h.formula.has_radius else 0, "FLOOR": RADIUS_FLOOR}
         self.common: dict[str, Any] = {
             "batch": view.batch,
-            "groups": o.groups,
-            "K": view.kernels,
+            "groups": groups,
+            "units": view.kernels // unit,
+            "UNIT": unit,
             "P": view.positions,
             "count": float(self.count),
             **formulas.arguments("H", h, half, alpha_one, 0),
@@ -62,22 +65,25 @@ class Tiles:
             "EVEN": view.positions % bp == 0 and view.kernels % bk == 0,
             "CHANNELS_LAST": view.channels_last,
             "STAGES": STAGES,
+            "DEPTHWISE": depthwise,
         }
         self.slopes = {"H_SLOPES": _slopes(h, 2 + h.formula.has_radius), "G_SLOPES": _slopes(g, 2)}
         rows = [bool(operator.weighting), has["radius"], has["bias"], *[True] * len(operator.learned)]
         self.rows = sum(rows)
         self.radius_row = sum(rows[:1]) if has["radius"] else -1
-        self.mean_parts = mean_parts(view.kernels)
+        self.mean_parts = mean_parts(kernels // o.groups)
         # Forward's scratch: ½·Σ x² over channels, sums of norms, BatchNorm's sums
         of_norm = 2 * self.programs * kernels
         self.scratch = Regions(energies=norms.rows, norm_sums=o.groups * norms.programs, sums=of_norm)
-        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, the factors of x
+        # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, the factors of x,
+        # a depthwise layer's sums along columns
         self.back_scratch = Regions(
             reduced=3 * self.programs * kernels,
             sums=self.programs * self.rows * kernels,
             mean=o.groups * self.mean_parts,
             norms=self.kernel_blocks * view.batch * o.groups * view.positions,
             products=norms.rows,
+            columns=norms.sums,
         )
 
 

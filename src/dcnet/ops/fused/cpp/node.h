@@ -109,6 +109,7 @@ inline std::pair<Tensor, Tensor> decoupled(
   if (left.defined()) torch::autograd::set_history(left, node);
   // backward can often compute the output again
   if (!t[RESIDUAL].defined() || !(plan->activates || !plan->left.empty())) saved[OUT] = Tensor();
+  if (plan->depthwise) saved[DOT] = saved[NORMS] = Tensor();  // quick to compute again
   for (auto name : READ_BY_BACKWARD) saved[saved_as(name)] = t[name];
   node->save(saved);
   return {out, left};

@@ -4,13 +4,11 @@
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/all.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -107,19 +105,24 @@ inline std::pair<SavedTensors, Tensor> forward(
 
   SavedTensors saved;
   saved[VECTORS] = memory.floats(F_VECTORS, plan.vectors);
-  saved[NORMS] = memory.floats(F_NORMS, plan.norms);
+  if (plan.depthwise) {
+    saved[DOT] = memory.put(F_DOT, at::empty_strided(plan.norms, plan.out_stride, x.options()));
+    saved[NORMS] = memory.put(F_NORMS, at::empty_like(saved[DOT], x.options().dtype(at::kFloat)));
+  } else {
+    saved[NORMS] = memory.floats(F_NORMS, plan.norms);
+  }
   memory.floats(F_SCRATCH, plan.scratch);
   saved[UNIT] = memory.put(F_UNIT, at::empty_like(t[WEIGHT], x.options()));
   Tensor left = plan.left.empty() ? Tensor() : memory.floats(F_LEFT, plan.left);
   memory.run(plan.ahead);
-  Tensor dot = at::convolution(
-      x, saved[UNIT], {}, plan.stride, plan.padding, plan.dilation, /*transposed=*/false, plan.zeros, plan.groups);
-  saved[DOT] = memory.put(F_DOT, ordered(dot, plan.out_stride));
+  if (!plan.depthwise) {
+    Tensor dot = at::convolution(
+        x, saved[UNIT], {}, plan.stride, plan.padding, plan.dilation, /*transposed=*/false, plan.zeros, plan.groups);
+    saved[DOT] = memory.put(F_DOT, ordered(dot, plan.out_stride));
+  }
   saved[OUT] = memory.put(F_OUT, keep ? at::empty_like(saved[DOT]) : saved[DOT]);
   if (t[RESIDUAL].defined()) memory.put(RESIDUAL, ordered(t[RESIDUAL], plan.out_stride));
   memory.run(epilogue, {effects.momentum, effects.mean_momentum});
-  if (effects.mean_batches.defined() && plan.groups > 1)  // with one group the kernel counts
-    effects.mean_batches.add_(at::isfinite(saved[VECTORS].narrow(0, plan.mean.start, plan.groups)).all());
   return {std::move(saved), std::move(left)};
 }
 
@@ -128,9 +131,14 @@ inline std::vector<Tensor> backward(
     const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor of_left,
     const SavedTensors& saved, const std::array<bool, OPERANDS>& wanted) {
   BelowAutograd guard;
-  const Tensor &x = saved[saved_as(X)], &weight = saved[saved_as(WEIGHT)], &dot = saved[DOT];
+  const Tensor &x = saved[saved_as(X)], &weight = saved[saved_as(WEIGHT)];
+  Tensor dot = saved[DOT], norms = saved[NORMS];
+  if (plan.depthwise) {  // not saved, but computed again
+    dot = at::empty_strided(plan.norms, plan.out_stride, x.options());
+    norms = at::empty_like(dot, x.options().dtype(at::kFloat));
+  }
   if (!e.defined()) e = at::zeros_like(dot);
-  if (of_left.defined() && of_left.strides().slice(1) != saved[NORMS].strides())
+  if (of_left.defined() && of_left.strides().slice(1) != norms.strides())
     of_left = of_left.select(0, 0).contiguous();  // the energy is the sum of the maps, so all have the same gradient
 
   Memory memory(given->backward_slots, x);
@@ -139,7 +147,7 @@ inline std::vector<Tensor> backward(
   memory.put(B_OF_LEFT, of_left);
   if (key.behind) memory.put(B_OUT, saved[OUT]);
   memory.put(B_DOT, dot);
-  memory.put(B_NORMS, saved[NORMS]);
+  memory.put(B_NORMS, norms);
   memory.put(B_UNIT, saved[UNIT]);
   memory.put(B_VECTORS, saved[VECTORS]);
   const Tensor grad_d = memory.put(B_GRAD_D, at::empty_like(dot));
@@ -148,11 +156,14 @@ inline std::vector<Tensor> backward(
   const Tensor scratch = memory.floats(B_SCRATCH, kernels.scratch);
   const Tensor products = key.add ? Tensor() : memory.floats(B_PRODUCTS, plan.positions);
   const Tensor grad_weight = key.want_weight ? memory.put(B_GRAD_WEIGHT, at::empty_like(weight)) : Tensor();
+  memory.run(kernels.again);
   memory.run(kernels.epilogue);
 
   auto [grad_x, grad_unit, _] = at::convolution_backward(
       grad_d, x, saved[UNIT], at::OptionalIntArrayRef(), plan.stride, plan.padding, plan.dilation,
-      /*transposed=*/false, plan.zeros, plan.groups, {key.want_x, key.want_weight, false});
+      /*transposed=*/false, plan.zeros, plan.groups,
+      {key.want_x && !plan.depthwise, key.want_weight, false});
+  if (key.want_x && plan.depthwise) grad_x = at::empty_like(x);
   if (key.want_x) grad_x = memory.put(B_GRAD_X, ordered(grad_x, x.strides()));
   if (key.want_weight) memory.put(B_GRAD_UNIT, ordered(grad_unit, weight.strides()));
   memory.run(kernels.ends);

@@ -103,7 +103,7 @@ struct Kernels {
 };
 
 struct Backward {
-  Kernels epilogue, ends;
+  Kernels epilogue, ends, again;  // again: the dot product and the norms of a depthwise layer
   int64_t scratch;
 };
 
@@ -122,10 +122,11 @@ class Plan {
   Plan(py::object plan, py::object options, const py::dict& numbers)
       : stride(sizes(numbers["stride"])), padding(sizes(numbers["padding"])), dilation(sizes(numbers["dilation"])),
         zeros(stride.size(), 0), groups(number(numbers["groups"])), of_batch(numbers["of_batch"].cast<bool>()),
-        activates(numbers["activates"].cast<bool>()), maps(number(numbers["maps"])), vectors(number(numbers["vectors"])),
-        mean(region(numbers["mean"])), norms(sizes(numbers["norms"])), scratch(number(numbers["scratch"])),
-        left(sizes(numbers["left"])), out(sizes(numbers["out"])), out_stride(sizes(numbers["out_stride"])),
-        positions(sizes(numbers["positions"])), of_vectors(number(numbers["of_vectors"])), of_mean(region(numbers["of_mean"])), ahead(numbers["ahead"]),
+        activates(numbers["activates"].cast<bool>()), depthwise(numbers["depthwise"].cast<bool>()),
+        maps(number(numbers["maps"])), vectors(number(numbers["vectors"])), norms(sizes(numbers["norms"])),
+        scratch(number(numbers["scratch"])), left(sizes(numbers["left"])), out(sizes(numbers["out"])),
+        out_stride(sizes(numbers["out_stride"])), positions(sizes(numbers["positions"])),
+        of_vectors(number(numbers["of_vectors"])), of_mean(region(numbers["of_mean"])), ahead(numbers["ahead"]),
         plan_(std::move(plan)), options_(std::move(options)) {
     auto regions = numbers["gradients"].cast<std::vector<std::pair<int64_t, int64_t>>>();
     for (size_t i = 0; i < gradients.size(); i++) gradients[i] = {regions[i].first, regions[i].second};
@@ -151,7 +152,8 @@ class Plan {
     py::object made = call(given->backward, plan_.get(), key.behind, key.energy, key.add, key.want_x, key.want_weight);
     if (made.is_none()) return nullptr;
     auto parts = made.cast<py::tuple>();
-    auto fresh = std::make_unique<Backward>(Backward{Kernels(parts[0]), Kernels(parts[1]), parts[2].cast<int64_t>()});
+    auto fresh = std::make_unique<Backward>(
+        Backward{Kernels(parts[0]), Kernels(parts[1]), Kernels(parts[2]), parts[3].cast<int64_t>()});
     if (place.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) found = fresh.release();
     return found;  // another thread's, if it was quicker
   }
@@ -164,9 +166,9 @@ class Plan {
 
   const Sizes stride, padding, dilation, zeros;
   const int64_t groups;
-  const bool of_batch, activates;  // whether E{‖x‖} of this batch is used; whether an activation follows
+  // whether E{‖x‖} of this batch is used; whether an activation follows; whether the kernels compute the dot product
+  const bool of_batch, activates, depthwise;
   const int64_t maps, vectors;
-  const Region mean;  // E{‖x‖} among the vectors
   const Sizes norms;
   const int64_t scratch;
   const Sizes left, out, out_stride, positions;  // left: no sizes where no energy is left

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dcnet.ops.fused.kernels.common import (
     magnitude,
+    norms_at,
     offsets_in_tile,
     parameters,
     patch_radius,
@@ -19,12 +20,13 @@ from dcnet.ops.fused.kernels.statistics import normalization_gradient
 @triton.jit
 def backward(
     d_ptr, n_ptr, e_ptr, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain, mean,
-    norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, K, P,
+    norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, H_SLOPES: tl.constexpr, G: tl.constexpr,
     G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr,
     FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, REDUCE: tl.constexpr,
-    CENTERED: tl.constexpr, SUMS: tl.constexpr, NORM_SUMS: tl.constexpr,
+    CENTERED: tl.constexpr, SUMS: tl.constexpr, NORM_SUMS: tl.constexpr, UNIT: tl.constexpr,
+    DEPTHWISE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of `forward`; with REDUCE, only the sums that BatchNorm's gradient needs.
 
@@ -38,6 +40,7 @@ def backward(
     parameters, whose slopes are results number H_SLOPES and G_SLOPES of the formulas. With REDUCE the rows are e,
     e·(y − center), and the gradient of PReLU's slope.
     """
+    K = units * UNIT  # so the compiler knows that UNIT divides it
     channels = groups * K
     blocks = tl.cdiv(P, BP)
     kernel_blocks = tl.cdiv(K, BK)
@@ -47,7 +50,9 @@ def backward(
     in_k = k < K
     ch = g * K + k
     average = 1.0
-    if mean is not None:
+    if DEPTHWISE:
+        average = vector(mean, ch, in_k, 1.0)
+    elif mean is not None:
         average = tl.load(mean + g).to(tl.float32)
     rho = patch_radius(radius, average, RADIUS, FLOOR, mean is not None, ch, in_k)
     t = vector(gain, ch, in_k, 1.0)
@@ -78,7 +83,7 @@ def backward(
         first = start_of_tile(b, g.to(tl.int64), start, K, P, groups, CHANNELS_LAST)
         at_n = (b * groups + g) * P + start + p
 
-        n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
+        n = norms_at(n_ptr, at_n, in_p, first + offsets, inside, DEPTHWISE)
         d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         e = tl.load(e_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
@@ -135,9 +140,11 @@ def backward(
             of_d = tl.where(tl.abs(ratio) < 1.0, grad_g * of_g[1], 0.0) * one_over_n
             tl.store(grad_d + first + offsets, of_d.to(grad_d.dtype.element_ty), mask=inside)
             of_n = grad_h * of_h[1] * t - of_d * c
-            # one map for each block of kernels
-            at_map = kernel_block.to(tl.int64) * batch * groups * P + at_n
-            tl.store(grad_n + at_map, tl.sum(of_n, 1), mask=in_p)
+            if DEPTHWISE:  # what `sum_columns` takes
+                tl.store(grad_n + first + offsets, of_n * one_over_n, mask=inside)
+            else:  # one map for each block of kernels
+                at_map = kernel_block.to(tl.int64) * batch * groups * P + at_n
+                tl.store(grad_n + at_map, tl.sum(of_n, 1), mask=in_p)
             if factor is not None:
                 new = new + (total[len(new)] + e * of_h[0] * of_g[0],)
             if gain is not None:

@@ -61,6 +61,16 @@ def start_of_tile(b, g, start, K, P, groups, CHANNELS_LAST: tl.constexpr):
 
 
 @triton.jit
+def norms_at(n_ptr, at_n, in_p, at, inside, DEPTHWISE: tl.constexpr):
+    """Return the norms of a tile: (positions, 1), or (positions, kernels) where each kernel has its own."""
+    if DEPTHWISE:
+        result = tl.load(n_ptr + at, mask=inside, other=1.0)
+    else:
+        result = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
+    return result
+
+
+@triton.jit
 def within(in_p, in_k, EVEN: tl.constexpr):
     """Return which elements of a tile lie in the map; with EVEN all of them do, and the compiler drops every mask."""
     inside = in_p[:, None] & in_k[None, :]

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dcnet.ops.fused.kernels.common import (
     magnitude,
+    norms_at,
     offsets_in_tile,
     parameters,
     patch_radius,
@@ -13,19 +14,19 @@ from dcnet.ops.fused.kernels.common import (
     within,
     zeros,
 )
-from dcnet.ops.fused.kernels.statistics import mean_norm, normalization
+from dcnet.ops.fused.kernels.statistics import mean_norm, mean_norms, normalization
 
 
 @triton.jit
 def forward(
     d_ptr, n_ptr, y_ptr, energy_ptr, residual_ptr, radius, bias, learned, slope, gamma, beta, running_mean,
     running_var, norm_batches, running_norm, mean_batches, factor, gain, mean, norm, sums, norm_sums, norm_momentum,
-    mean_momentum, norm_eps, count, unbiased, batch, groups, K, P, mean_parts,
+    mean_momentum, norm_eps, count, unbiased, batch, groups, units, P, mean_parts,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, G: tl.constexpr, G_FIXED: tl.constexpr,
     G_ROWS: tl.constexpr, A: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr,
     MEAN: tl.constexpr, TRACK: tl.constexpr, TALLY: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    STATISTICS: tl.constexpr,
+    STATISTICS: tl.constexpr, UNIT: tl.constexpr, DEPTHWISE: tl.constexpr,
 ):  # fmt: skip
     """Write y = factor·h·g + bias, after BatchNorm, residual and activation, each if it is asked for.
 
@@ -36,6 +37,7 @@ def forward(
     the output's energy is written too, ½·Σ of its squares, one map for each block of kernels. With norm_batches,
     BatchNorm's running averages are updated.
     """
+    K = units * UNIT  # so the compiler knows that UNIT divides it
     channels = groups * K
     blocks = tl.cdiv(P, BP)
     kernel_blocks = tl.cdiv(K, BK)
@@ -45,10 +47,16 @@ def forward(
     in_k = k < K
     ch = g * K + k
     writes = tl.program_id(0) == 0
-    average = mean_norm(
-        mean, norm_sums, running_norm, mean_batches, count, mean_momentum, mean_parts, g,
-        writes & (kernel_block == 0), MEAN, TRACK, TALLY, 1024,
-    )  # fmt: skip
+    if DEPTHWISE:
+        average = mean_norms(
+            mean, norm_sums, running_norm, mean_batches, count, mean_momentum, mean_parts, channels, ch, in_k, writes,
+            MEAN, TRACK, BR, BK,
+        )  # fmt: skip
+    else:
+        average = mean_norm(
+            mean, norm_sums, running_norm, mean_batches, count, mean_momentum, mean_parts, g,
+            writes & (kernel_block == 0), MEAN, TRACK, TALLY, 1024,
+        )  # fmt: skip
     rho = patch_radius(radius, average, RADIUS, FLOOR, MEAN > 0, ch, in_k)
     t = vector(gain, ch, in_k, 1.0)
     s = vector(factor, ch, in_k, 1.0)
@@ -76,7 +84,7 @@ def forward(
         start = block.to(tl.int64) * BP
         first = start_of_tile(b, g.to(tl.int64), start, K, P, groups, CHANNELS_LAST)
         at_n = (b * groups + g) * P + start + p
-        n = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
+        n = norms_at(n_ptr, at_n, in_p, first + offsets, inside, DEPTHWISE)
         d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         c = tl.minimum(tl.maximum(d * tl.where(n > 0.0, 1.0 / n, 0.0), -1.0), 1.0)
         y = magnitude(H, n * t, rho, of_h, RADIUS)[0] * G(c, *of_g)[0] * s

@@ -8,8 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
-    """Write unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements."""
+def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, unit_k, unit_i, BLOCK: tl.constexpr):
+    """Write unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements.
+
+    unit_k and unit_i are the strides of unit.
+    """
     k = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
@@ -22,7 +25,7 @@ def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, BLOCK: tl.constexpr):
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
         w = tl.load(w_ptr + k * D + i, mask=i < D, other=0.0).to(tl.float32)
-        tl.store(unit_ptr + k * D + i, (w * inverse).to(unit_ptr.dtype.element_ty), mask=i < D)
+        tl.store(unit_ptr + k * unit_k + i * unit_i, (w * inverse).to(unit_ptr.dtype.element_ty), mask=i < D)
 
 
 @triton.jit

@@ -7,18 +7,18 @@ from dcnet.ops.fused.kernels.common import rho_of, total, vector
 
 
 @triton.jit
-def track_norm(running_norm, batches, momentum, g, value, TRACK: tl.constexpr, TALLY: tl.constexpr):
-    """Move the running average of E{‖x‖} toward a value.
+def track_norm(running_norm, batches, momentum, g, inside, value, TRACK: tl.constexpr, TALLY: tl.constexpr):
+    """Move the running average of E{‖x‖} of a group, or of several where they are inside, toward a value.
 
     TRACK: 1 with the momentum, 2 as a cumulative average. `batches` is the number of batches before this one. A value
     that is not finite is left out, and its batch is not counted.
     """
-    finite = value - value == 0.0
+    finite = (value - value == 0.0) & inside
     seen = tl.load(batches).to(tl.float32) + 1.0
     share = 1.0 / seen
     if TRACK == 1:
         share = tl.where(seen == 1.0, 1.0, momentum)  # the average starts at the first batch's value
-    old = tl.load(running_norm + g).to(tl.float32)
+    old = tl.load(running_norm + g, mask=inside, other=0.0).to(tl.float32)
     tl.store(running_norm + g, (old + share * (value - old)).to(running_norm.dtype.element_ty), mask=finite)
     if TALLY:
         tl.store(batches, seen.to(batches.dtype.element_ty), mask=finite)
@@ -56,8 +56,42 @@ def mean_norm(
         if writes:
             tl.store(mean + g, value)
             if TRACK > 0:
-                track_norm(running_norm, batches, momentum, g, value, TRACK, TALLY)
+                track_norm(running_norm, batches, momentum, g, True, value, TRACK, TALLY)
     return value
+
+
+@triton.jit
+def mean_norms(
+    mean, norm_sums, running_norm, batches, count, momentum, parts, channels, ch, inside, writes,
+    MEAN: tl.constexpr, TRACK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return E{‖x‖} of a block of channels that are groups of their own, (1, channels).
+
+    As in `mean_norm`, but norm_sums is (parts, channels).
+    """
+    at = ch[None, :]
+    ok = inside[None, :]
+    value = 1.0
+    if MEAN == 1:
+        value = tl.load(mean + at, mask=ok, other=1.0).to(tl.float32)
+    if MEAN == 2:
+        value = total(norm_sums, 0, 1, channels, parts, ch, inside, BR, BK) / count
+        if writes:
+            tl.store(mean + at, value, mask=ok)
+            if TRACK > 0:
+                track_norm(running_norm, batches, momentum, at, ok, value, TRACK, False)
+    return value
+
+
+@triton.jit
+def count_batch(mean, batches, groups, BLOCK: tl.constexpr):
+    """Count this batch if E{‖x‖} of all its groups is finite; for several groups, whose programs cannot tell."""
+    finite = 0
+    for first in range(0, groups, BLOCK):
+        g = first + tl.arange(0, BLOCK)
+        value = tl.load(mean + g, mask=g < groups, other=0.0)
+        finite += tl.sum((value - value == 0.0).to(tl.int32), 0) - BLOCK
+    tl.store(batches, tl.load(batches) + 1, mask=finite == 0)
 
 
 @triton.jit
@@ -131,7 +165,7 @@ def normalization_gradient(
 def vector_gradients(
     radius, sums, mean, gradients, grad_mean, programs, K, channels,
     ROWS: tl.constexpr, RADIUS_ROW: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
+    BC: tl.constexpr, DEPTHWISE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the per-kernel vectors, (ROWS, channels), and of E{‖x‖}, as grad_mean (groups, programs).
 
@@ -146,9 +180,15 @@ def vector_gradients(
         sum = total(sums, row, ROWS, channels, programs, ch, inside, BR, BC)
         if row == RADIUS_ROW:
             if mean is not None:
-                average = tl.load(mean + g).to(tl.float32)
+                if DEPTHWISE:
+                    average = vector(mean, ch, inside, 1.0)
+                else:
+                    average = tl.load(mean + g).to(tl.float32)
                 of_mean = tl.where(average > 0.0, rho_of(radius, RADIUS, FLOOR, ch, inside) * sum, 0.0)
-                tl.store(grad_mean + g * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(of_mean, 1), 0))
+                if DEPTHWISE:
+                    tl.store(grad_mean + ch[None, :], of_mean, mask=inside[None, :])
+                else:
+                    tl.store(grad_mean + g * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(of_mean, 1), 0))
                 sum = sum * average
             if RADIUS == 2:
                 sum = sum * 2.0 * vector(radius, ch, inside, 1.0)
