@@ -1,6 +1,7 @@
 """The benchmark: what it measures, what it writes, and the table made of it."""
 
 import csv
+import json
 import math
 from pathlib import Path
 
@@ -186,3 +187,29 @@ def test_models_of_others(tmp_path, monkeypatch):
     wrong = CliRunner().invoke(app, ["bench", "--model", "timm:resnet18"])
     assert wrong.exit_code == 2
     assert "--what models" in " ".join(wrong.output.split())
+
+
+def test_the_readmes_networks():
+    """The table of networks in the README is made of the last records of each network, two rounds."""
+    root = Path(__file__).parent.parent
+    lines = (root / "benchmarks" / "results" / "h200_models.jsonl").read_text().splitlines()
+    rounds = {}
+    for record in map(json.loads, lines):
+        if record.get("host_code") == "C++":
+            pair = rounds.setdefault((record["model"], record["batch"]), {}).setdefault(record["round"], {})
+            pair["plain" if record["kind"] == "plain" else "ours"] = record
+
+    def span(numbers, digits=2):
+        low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
+        return low if low == high else f"{low}–{high}"
+
+    expected = {
+        f"| {model.replace(':', ' ')}, {batch} | {span([p['plain']['ms'] for p in pairs.values()], 1)} "
+        f"| {span([p['ours']['ms'] / p['plain']['ms'] for p in pairs.values()])} "
+        f"| {span([p['ours']['MB'] / p['plain']['MB'] for p in pairs.values()])} |"
+        for (model, batch), pairs in rounds.items()
+    }
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    table = readme.split("<!-- networks: begin -->")[1].split("<!-- networks: end -->")[0].strip().splitlines()
+    assert len(expected) == 10
+    assert set(table[2:]) == expected

@@ -19,7 +19,10 @@ pytest.importorskip("triton")
 
 from dcnet.ops.fused.host import HOST
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside the interpreter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, inside the interpreter
+    pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter; test_host_gpu.py is for a GPU"),
+]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from dcnet.ops.fused.host import HOST, Host
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside the interpreter
 
+in_the_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter")
 ROOT = Path(dcnet.__file__).parents[2]
 NUMBER = ctypes.c_uint
 ENTRY = ctypes.CFUNCTYPE(
@@ -91,6 +92,7 @@ def pointers(launcher, values):
     return {names[i]: value for (i, _, _), value in zip(launcher.places, values, strict=True)}
 
 
+@in_the_interpreter
 def test_launches(driver):
     """Every kernel of a step gets the addresses of this step's tensors, and the floats."""
     net, x = block()
@@ -120,6 +122,7 @@ def test_launches(driver):
     assert driver.launchers
 
 
+@in_the_interpreter
 def test_a_thread_without_a_context(driver):
     """A call of CUDA's runtime makes the context current; then the launch is tried again."""
     net, x = block()
@@ -127,6 +130,7 @@ def test_a_thread_without_a_context(driver):
     assert net(x) is not None
 
 
+@in_the_interpreter
 def test_an_error_of_the_driver_is_raised(driver):
     net, x = block()
     driver.errors = [700]
