@@ -86,3 +86,9 @@ def naming(path: Path) -> Iterator[None]:
 
 def _literally(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: dcnet in $XDG_CACHE_HOME, else in ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "dcnet"

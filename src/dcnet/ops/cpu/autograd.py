@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dcnet.ops import norms
 from dcnet.ops.composite import Composite
-from dcnet.ops.cpu import depthwise
+from dcnet.ops.cpu import depthwise, native_depthwise
 from dcnet.ops.cpu.box_sum import box_sum
 from dcnet.ops.cpu.chunks import chunks
 from dcnet.ops.cpu.convolution import convolution_gradients
@@ -28,6 +28,9 @@ class AutogradFunctions(Composite):
     def map(self, inputs: Inputs, unit: Tensor, w_norm: Tensor, relu: bool) -> Tensor:
         if not depthwise.applies(inputs) or _autocast(inputs.x):
             return super().map(inputs, unit, w_norm, relu)
+        y = native_depthwise.decouple(inputs, unit, w_norm, relu, self.vectors)
+        if y is not None:
+            return y
         stand_in, norm_map, mean = depthwise.patch_norms(inputs)
         # Means are all that the radii depend on. Over several ranks, they have to know how many norms there are.
         over_ranks = isinstance(inputs.mean_norm, BatchMean) and inputs.mean_norm.sync

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.cpu.chunks import chunks
+from dcnet.ops.cpu.native.source import row_functions
 from dcnet.ops.cpu.record import Pair, record
 from dcnet.ops.cpu.tanh_interpolation import FEWEST
 from dcnet.ops.norms import inverse, never_zero
@@ -172,6 +173,16 @@ def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
         f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)
     }  # in the order of `Operator.value`'s
 
+    forward, backward = computations(kind, clamped)
+    later = {"y": d if kind.relu else None, "e": d}
+    inverses = ("n", "one_over_n") if kind.never_zero else None
+    options = (keep, kind.direct, vectors, inverses, kind.few)
+    return record(forward, backward, inputs, later, d.shape, *options)
+
+
+def computations(kind: Kind, clamped: bool) -> tuple[Any, Any]:
+    """Return the functions to record: of the value and, without a clamp, the extremes of d/n; and of the gradients."""
+
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n, clamped)
         extremes = None if clamped else torch.aminmax(c)
@@ -181,10 +192,14 @@ def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
     def backward(d: Any, n: Any, one_over_n: Any, y: Any, e: Any, **vectors: Any) -> tuple[Any, ...]:
         return gradients(kind, clamped, d, n, one_over_n, *vectors.values(), y, e)
 
-    later = {"y": d if kind.relu else None, "e": d}
-    inverses = ("n", "one_over_n") if kind.never_zero else None
-    options = (keep, kind.direct, vectors, inverses, kind.few)
-    return record(forward, backward, inputs, later, d.shape, *options)
+    return forward, backward
+
+
+def rows_in_c(kind: Kind, norm_of_each: bool, vector_of_each: bool) -> str:
+    """Return the value and the gradients as C; see `row_functions`, which raises `NotInC` where that cannot be."""
+    forward, backward = computations(kind, True)
+    vectors = {f"vector_{number}": there for number, there in enumerate(kind.there)}
+    return row_functions(forward, backward, vectors, kind.relu, norm_of_each, vector_of_each)
 
 
 def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
