@@ -44,13 +44,13 @@ def kept_for_backward(layer: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]
 
 @pytest.mark.parametrize("angular", ["cosine", "linear"])
 @pytest.mark.parametrize("size", [10, 20])
-def test_no_copy_of_the_kernels_is_kept(angular, size):
-    """Nor a map of tanh, except where maps are small: dot product and norm of every patch are enough."""
+def test_no_copy_of_the_kernels_is_kept(angular, size, passes):
+    """Nor a map of tanh, except by PyTorch's operations where maps are small: dot product and norm are enough."""
     layer = dcnet.DecoupledConv2d(32, 64, 3, padding=1, angular=angular)
     x = torch.randn(8, 32, size, size, requires_grad=True)
     norms, dots = 8 * size**2, 64 * 8 * size**2
     sizes = sorted(math.prod(shape) for shape in kept_for_backward(layer, x))
-    assert sizes == ([norms, dots, dots] if size == 10 else [norms, dots])
+    assert sizes == ([norms, dots, dots] if size == 10 and not passes else [norms, dots])
 
 
 @pytest.mark.parametrize(

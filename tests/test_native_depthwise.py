@@ -63,7 +63,7 @@ def test_every_operator_can_be_written_as_c():
         there = (False, operator.weighting == "joint", operator.magnitude.formula.has_radius, True)
         there += (True,) * len(operator.learned)
         kind = Kind(operator, True, 4, there, (True, True, *there), True, True, True, False)
-        for norm_of_each, vector_of_each in ((True, False), (False, True)):
+        for norm_of_each, vector_of_each in ((True, False), (False, True), (True, True)):
             assert "backward_row" in rows_in_c(kind, norm_of_each, vector_of_each)
 
 
