@@ -39,9 +39,8 @@ static size_t gradient_size(const struct layout *l) { return rounded(l->margin) 
 static long stacks(const struct layout *l) { return (l->images + l->stack - 1) / l->stack; }
 
 static void fill_mask(const struct layout *l, float *mask, long rows) {
-    for (long row = 0; row < rows; row++)
-        if (row % l->spacing < l->out_height)
-            for (long i = 0; i < l->out_width; i++) mask[row * l->pitch + i] = 1.0f;
+    for (long row = 0, y = 0; row < rows; row++, y = y + 1 == l->spacing ? 0 : y + 1)
+        for (long i = 0; y < l->out_height && i < l->out_width; i++) mask[row * l->pitch + i] = 1.0f;
 }
 
 /* Memory for a piece of work, zero where nothing is written; all NULL where there is none left. There are `copies` of
@@ -78,11 +77,12 @@ static long images_in(const struct layout *l, long stack) {
 
 /* Copy a stack of planes of x; `image_pitch` floats lie between one image and the next. */
 static void copy_stack(const struct layout *l, const float *x, long image_pitch, long images, float *to) {
-    for (long image = 0; image < images; image++, x += image_pitch)
+    for (long image = 0; image < images; image++, x += image_pitch) {
+        long phase_y = l->before_y % l->step_y, y = image * l->spacing + l->before_y / l->step_y;
         for (long row = 0; row < l->read_height; row++) {
             const float *from = x + row * l->width;
-            long y = image * l->spacing * l->step_y + row + l->before_y;
-            float *line = to + (y % l->step_y) * l->step_x * l->plane + (y / l->step_y) * l->pitch;
+            float *line = to + phase_y * l->step_x * l->plane + y * l->pitch;
+            if (++phase_y == l->step_y) phase_y = 0, y++; /* of the next row */
             if (l->step_x == 1) {
                 copy_row(line + l->before_x, from, l->read_width);
                 continue;
@@ -96,6 +96,7 @@ static void copy_stack(const struct layout *l, const float *x, long image_pitch,
                     for (long i = 0; i < count; i++) phase[i] = from[first + l->step_x * i];
             }
         }
+    }
 }
 
 struct band {
@@ -114,8 +115,9 @@ static struct band band_at(const struct layout *l, const struct memory *m, long 
 
 /* Copy the rows of results of a band to where they lie in a map, or from there; `map` is the stack's first plane. */
 static void copy_band(const struct layout *l, struct band b, float *rows, float *map, long image_pitch, int to_map) {
+    long image = b.first / l->spacing, y = b.first % l->spacing - 1;
     for (long row = 0; row < b.rows; row++) {
-        long image = (b.first + row) / l->spacing, y = (b.first + row) % l->spacing;
+        if (++y == l->spacing) y = 0, image++;
         if (y >= l->out_height) continue;
         float *place = map + image * image_pitch + y * l->out_width, *here = rows + row * l->pitch;
         if (to_map)

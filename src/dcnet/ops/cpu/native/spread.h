@@ -57,8 +57,9 @@ static void write_gradient(const struct layout *l, struct taps taps, const struc
                 spread_blocks(1, l, taps, m, phase, start + row * l->pitch, count);
             else
                 spread_blocks(0, l, taps, m, phase, start + row * l->pitch, count);
+            long image = row / l->spacing, y = row % l->spacing - 1;
             for (long i = 0; i < rows; i++) {
-                long image = (row + i) / l->spacing, y = (row + i) % l->spacing;
+                if (++y == l->spacing) y = 0, image++;
                 if (y >= height) continue;
                 float *to = of_x + image * image_pitch + (first_y + y * l->step_y) * l->width + first_x;
                 write_row(to, l->step_x, m->y + i * l->pitch, width, add);
