@@ -60,6 +60,21 @@ def seeded():
     torch._dynamo.reset()  # all layers share one forward, which torch.compile specializes a limited number of times
 
 
+@pytest.fixture(params=["compiled", "PyTorch"])
+def passes(request, monkeypatch):
+    """Run a test on a CPU twice: with compiled passes, also for small maps, and with PyTorch's operations."""
+    from dcnet.ops.cpu.native import compiler
+
+    if request.param == "PyTorch":
+        monkeypatch.setenv(compiler.SWITCH, "0")
+        return False
+    if compiler.find_compiler() is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.delenv(compiler.SWITCH, raising=False)
+    monkeypatch.setattr(compiler, "FEWEST", 1)
+    return True
+
+
 @pytest.fixture
 def catalogue():
     """Formulas registered during a test are forgotten after it."""

@@ -33,7 +33,7 @@ def pair(channels=6, out_channels=6, dtype=torch.float64, **options):
 def results(layer, x, create_graph=False, wanted=None):
     x = x.clone().requires_grad_()
     y = layer(x)
-    e = torch.arange(y.numel(), dtype=y.dtype).cos().reshape(y.shape)
+    e = torch.arange(y.numel(), dtype=torch.float64).cos().float().reshape(y.shape).to(y.dtype)
     leaves = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: leaf for name, leaf in leaves.items() if wanted is None or name in wanted}
     first = torch.autograd.grad(y, list(leaves.values()), e, create_graph=create_graph)

@@ -48,6 +48,11 @@ def only_ordinary_operations() -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
 
 
+def operations_watched() -> bool:
+    """Tell whether a `TorchDispatchMode`, such as a counter of operations, sees every operation."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def recomputing() -> bool:
     """Tell whether this forward runs inside a backward: activation checkpointing repeats what has been counted."""
     return torch._C._current_graph_task_id() != -1

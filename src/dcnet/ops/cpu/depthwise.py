@@ -219,7 +219,7 @@ class _Depthwise(torch.autograd.Function):
         unit, sums = norms.normalized(weight, inverse(w_norm, eps)), _Sums(geometry, x)
         if torch.is_grad_enabled() or is_grads_batched(e):
             dot, n = convolve(x, unit, None, geometry), _differentiable_norms(x, sums.windows, eps)
-            of_whole, *of_rest = _gradients_at_once(kind, dot, n, eps, vectors, y, e)
+            of_whole, *of_rest = gradients_at_once(kind.operator, kind.wanted, dot, n, eps, vectors, y, e)
             both: tuple[Tensor | None, Tensor | None] = (None, None)
             if of_whole is not None:
                 both = convolution_gradients(of_whole, x, unit, geometry, want_x, want_unit)
@@ -270,12 +270,21 @@ def _added(sums: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor 
     return [a if a is None or b is None else a.add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
 
 
-def _gradients_at_once(
-    kind: Kind, dot: Tensor, norm_map: Tensor, eps: float, vectors: Sequence[Tensor | None], y: Tensor | None, e: Tensor
+def gradients_at_once(
+    operator: Operator,
+    wanted: tuple[bool, ...],
+    dot: Tensor,
+    norm_map: Tensor,
+    eps: float,
+    vectors: Sequence[Tensor | None],
+    y: Tensor | None,
+    e: Tensor,
 ) -> list[Tensor | None]:
     """Return the gradients of (dot product, norms, *vectors) by operations that can be differentiated, or batched."""
     groups, dtype = norm_map.shape[1], norm_map.dtype
-    kind = kind._replace(dims=4)
+    there = tuple(v is not None for v in vectors)
+    single = dot.shape[1] == groups
+    kind = Kind(operator, y is not None, 4, there, wanted, dot.dtype == dtype, single, never_zero(eps, dtype), False)
     d, n = arranged(dot, groups, False), arranged(norm_map, groups, False)
     of_kernels = (per_kernel(v, dtype, groups, False) for v in vectors)
     y = None if y is None else arranged(y, groups, False)

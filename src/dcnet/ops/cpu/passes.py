@@ -23,11 +23,14 @@ import torch
 from torch import Tensor
 
 from dcnet.ops.cpu.chunks import chunks
+from dcnet.ops.cpu.native.compiler import can_run
+from dcnet.ops.cpu.native.epilogue import Epilogue, compiled_epilogue, layout_of
+from dcnet.ops.cpu.native.source import NotInC, row_functions
 from dcnet.ops.cpu.record import Pair, record
 from dcnet.ops.cpu.tanh_interpolation import FEWEST
 from dcnet.ops.norms import inverse, never_zero
 from dcnet.ops.operator import Operator
-from dcnet.util.compat import is_grads_batched, unprepared_apply
+from dcnet.util.compat import is_grads_batched, operations_watched, unprepared_apply
 
 
 def epilogue(
@@ -114,6 +117,13 @@ class _Epilogue(torch.autograd.Function):
             d.numel() < FEWEST,
         )
         on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may hold no numbers
+        ctx.compiled = _compiled_for(kind, d, n, given) if on_cpu else None
+        if ctx.compiled is not None:
+            y = torch.empty_like(d)
+            ctx.compiled.forward(d, n, given, y)
+            ctx.kind, ctx.eps = kind, eps
+            ctx.save_for_backward(d, n, y if relu else None, *vectors)
+            return y
         keep = on_cpu and differentiable and any(wanted)
         clamped = not on_cpu  # whether |d/n| may be ≥ 1 somewhere; to ask another device is to wait for it
         programs = programs_of(kind, clamped, keep)
@@ -134,12 +144,18 @@ class _Epilogue(torch.autograd.Function):
         kind = ctx.kind
         d, n, y, *rest = ctx.saved_tensors
         vectors, kept = rest[: len(kind.there)], rest[len(kind.there) :]
-        one_over_n = inverse(n, ctx.eps)
         # With create_graph=True backward itself is differentiated, so it must be one chain of operations, none in
         # place; a batch of incoming gradients (is_grads_batched) cannot be written into a buffer either.
         if torch.is_grad_enabled() or is_grads_batched(e):
-            of_d, *others = gradients(kind, True, d, n, one_over_n, *vectors, y, e.to(n.dtype))
+            of_d, *others = gradients(kind, True, d, n, inverse(n, ctx.eps), *vectors, y, e.to(n.dtype))
             return None, None, None, None, None if of_d is None else of_d.to(d.dtype), *others
+        if ctx.compiled is not None:
+            of_d, of_n = torch.empty_like(d), torch.empty_like(n)
+            given = [v for v in vectors if v is not None]
+            found = iter(ctx.compiled.backward(d, n, given, y, e.contiguous(), of_d, of_n))
+            of_all = (of_d, of_n, *(None if v is None else next(found) for v in vectors))
+            return None, None, None, None, *(of if want else None for of, want in zip(of_all, kind.wanted, strict=True))
+        one_over_n = inverse(n, ctx.eps)
         program = programs_of(kind, ctx.clamped, bool(kept)).backward(*(v for v in vectors if v is not None))
         grad_d = [torch.empty_like(d)] if kind.wanted[0] else []
         later = [full for full in (y, e) if full is not None]
@@ -159,6 +175,25 @@ class _Epilogue(torch.autograd.Function):
 _apply_epilogue = unprepared_apply(_Epilogue)
 
 
+def _compiled_for(kind: Kind, d: Tensor, n: Tensor, given: list[Tensor]) -> Epilogue | None:
+    """Return the compiled passes, None where PyTorch's operations are to compute."""
+    if not can_run(d.numel()) or operations_watched():
+        return None
+    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in (d, n, *given)):
+        return None
+    return _compiled(kind.operator, kind.relu, layout_of(d), kind.there)
+
+
+@lru_cache(maxsize=256)
+def _compiled(operator: Operator, relu: bool, layout: str, there: tuple[bool, ...]) -> Epilogue | None:
+    # all gradients: a sum more costs little, a second compilation half a second
+    kind = Kind(operator, relu, 4, there, (True, True, *there), True, False, True, False)
+    try:
+        return compiled_epilogue(rows_in_c(kind, layout != "kernels", layout != "positions"), layout)
+    except NotInC:
+        return None
+
+
 @lru_cache(maxsize=1024)
 def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
     """Return the recorded programs of `Operator.value` and `gradients`.
@@ -172,6 +207,16 @@ def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
         f"vector_{number}": per_kernel if present else None for number, present in enumerate(kind.there)
     }  # in the order of `Operator.value`'s
 
+    forward, backward = computations(kind, clamped)
+    later = {"y": d if kind.relu else None, "e": d}
+    inverses = ("n", "one_over_n") if kind.never_zero else None
+    options = (keep, kind.direct, vectors, inverses, kind.few)
+    return record(forward, backward, inputs, later, d.shape, *options)
+
+
+def computations(kind: Kind, clamped: bool) -> tuple[Any, Any]:
+    """Return the functions to record: of the value and, without a clamp, the extremes of d/n; and of the gradients."""
+
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n, clamped)
         extremes = None if clamped else torch.aminmax(c)
@@ -181,10 +226,14 @@ def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
     def backward(d: Any, n: Any, one_over_n: Any, y: Any, e: Any, **vectors: Any) -> tuple[Any, ...]:
         return gradients(kind, clamped, d, n, one_over_n, *vectors.values(), y, e)
 
-    later = {"y": d if kind.relu else None, "e": d}
-    inverses = ("n", "one_over_n") if kind.never_zero else None
-    options = (keep, kind.direct, vectors, inverses, kind.few)
-    return record(forward, backward, inputs, later, d.shape, *options)
+    return forward, backward
+
+
+def rows_in_c(kind: Kind, norm_of_each: bool, vector_of_each: bool) -> str:
+    """Return the value and the gradients as C; see `row_functions`, which raises `NotInC` where that cannot be."""
+    forward, backward = computations(kind, True)
+    vectors = {f"vector_{number}": there for number, there in enumerate(kind.there)}
+    return row_functions(forward, backward, vectors, kind.relu, norm_of_each, vector_of_each)
 
 
 def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:

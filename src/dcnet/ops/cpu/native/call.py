@@ -1,0 +1,27 @@
+"""Call compiled functions with tensors."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcnet.ops.cpu.native.compiler import parallel
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> Any:
+    """Return where the tensors lie, as C takes it; NULL for None."""
+    return (ctypes.c_void_p * max(1, len(tensors)))(*[None if t is None else t.data_ptr() for t in tensors])
+
+
+def longs(numbers: Sequence[int]) -> Any:
+    """Return whole numbers as C takes them."""
+    return (ctypes.c_long * max(1, len(numbers)))(*numbers)
+
+
+def call(function: Any, *arguments: Any) -> None:
+    """Call a function on as many threads as PyTorch uses. Its last two parameters say how it starts them."""
+    threads = torch.get_num_threads()
+    if function(*arguments, ctypes.c_void_p(parallel() if threads > 1 else None), ctypes.c_long(threads)):
+        raise MemoryError("no memory is left for the buffers of a decoupled layer")

@@ -1,0 +1,143 @@
+"""Compile C with the system's compiler, once for each text, and keep the result in the user's cache folder.
+
+The compiler is $CC, else cc, gcc or clang. What is compiled lies in `cache_folder()/native`, one file for each text,
+compiler, set of options and CPU. `DCNET_NATIVE=0` in the environment switches all of it off: the PyTorch passes then
+compute everything. So they do where there is no compiler, and, after one warning, where a compilation fails.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import subprocess
+import threading
+import warnings
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from dcnet.util.cache import cache_folder
+
+SWITCH = "DCNET_NATIVE"
+# No option that lets the compiler assume that there is no NaN. Rounding modes and floating-point exceptions, which it
+# may forget about, are nothing that PyTorch's operations keep either.
+_OPTIONS = [
+    *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fopenmp-simd", "-Wno-psabi"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+]
+# The first that the compiler takes. Vectors of 32 bytes, as the C files have them by hand, also where a CPU has longer
+# ones: rows are short, and what is left over at their end is computed number by number.
+_FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=256"), ("-march=native",), ("-mcpu=native",), ())
+
+# Numbers in a map. For fewer, PyTorch's operations are used: the choice depends on nothing but the call, so that the
+# same call gives the same result every time, and what is tried once on a small tensor waits for no compiler.
+FEWEST = 4096
+
+
+def enabled() -> bool:
+    """Tell whether compiled code may be used, by the environment."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+@cache
+def find_compiler() -> tuple[str, ...] | None:
+    """Return the command of the C compiler, None where there is none."""
+    if os.environ.get("CC"):
+        return tuple(shlex.split(os.environ["CC"]))
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return None if found is None else (found,)
+
+
+@cache
+def parallel() -> int | None:
+    """Return the address of GOMP_parallel in the OpenMP library that PyTorch has loaded, None where it has another."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def can_run(numbers: int) -> bool:
+    """Tell whether to use compiled code for maps of this size, on as many threads as PyTorch uses."""
+    if numbers < FEWEST or _failed or not enabled() or find_compiler() is None:
+        return False
+    return torch.get_num_threads() == 1 or parallel() is not None
+
+
+_failed: list[str] = []  # the reason why nothing is compiled any more
+_lock = threading.Lock()
+_loaded: dict[str, ctypes.CDLL | None] = {}
+
+
+def compiled(source: str) -> ctypes.CDLL | None:
+    """Return the library of this C text; None, after one warning, where it cannot be compiled or loaded."""
+    with _lock:
+        if source not in _loaded:
+            try:
+                _loaded[source] = _load(source)
+            except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+                _loaded[source] = None
+                _failed.append(str(error))
+                slower = "decoupled layers run on PyTorch's operations, which is slower, since C could not be compiled"
+                warnings.warn(f"{slower}. {error}\n{SWITCH}=0 in the environment avoids the attempt.", stacklevel=2)
+        return _loaded[source]
+
+
+def included(name: str) -> str:
+    """Return the text of a C file of this package."""
+    return files("dcnet.ops.cpu.native").joinpath(name).read_text(encoding="utf-8")
+
+
+def _load(source: str) -> ctypes.CDLL:
+    compiler = find_compiler()
+    if compiler is None:
+        raise RuntimeError("There is no C compiler (cc, gcc, clang, or $CC).")
+    folder = cache_folder() / "native"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = (source, *compiler, *_OPTIONS, _version(compiler), _cpu())
+    stem = folder / hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+    library = stem.with_suffix(".so")
+    if not library.exists():
+        text = stem.with_suffix(f".{secrets.token_hex(4)}.c")  # two processes may compile the same at once
+        made = text.with_suffix(".so")
+        try:
+            text.write_text(source, encoding="utf-8")
+            _run_compiler(compiler, text, made)
+            os.replace(made, library)
+            os.replace(text, stem.with_suffix(".c"))
+        finally:
+            text.unlink(missing_ok=True)
+            made.unlink(missing_ok=True)
+    return ctypes.CDLL(str(library))
+
+
+def _run_compiler(compiler: tuple[str, ...], text: Path, made: Path) -> None:
+    errors = []
+    for for_this_cpu in _FOR_THIS_CPU:
+        command = [*compiler, *_OPTIONS, *for_this_cpu, str(text), "-o", str(made), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode == 0:
+            return
+        errors.append(f"The command\n  {shlex.join(command)}\nsays\n{done.stderr.strip()[:2000]}")
+    raise RuntimeError(errors[0])
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace").stdout
+
+
+@cache
+def _cpu() -> str:
+    """Return what tells this CPU's instructions from another's: a home directory may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    names = ("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.machine(), *dict.fromkeys(line for line in lines if line.startswith(names))])

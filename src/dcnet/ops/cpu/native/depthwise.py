@@ -1,0 +1,173 @@
+"""Depthwise layers in C: where the places of a plane lie in memory, and calls of depthwise.c."""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dcnet.ops.cpu.native.call import addresses, call, longs
+from dcnet.ops.cpu.native.compiler import compiled, included
+from dcnet.ops.geometry import Geometry
+
+_BAND = 1024  # places that a loop takes at once: few enough for the fastest cache, whatever lies between the steps
+_WASTE = 1.5  # rows are taken together if that makes at most this many places for each result
+_HEADERS = ("elementary.h", "parallel.h", "vectors.h", "planes.h", "spread.h")
+
+
+class Layout(NamedTuple):
+    """The sizes of a layer; `struct layout` in planes.h has the same."""
+
+    images: int
+    channels: int
+    multiplier: int
+    height: int
+    width: int
+    read_height: int
+    read_width: int
+    out_height: int
+    out_width: int
+    step_y: int
+    step_x: int
+    before_y: int
+    before_x: int
+    pitch: int
+    plane: int
+    stack: int
+    spacing: int
+    band: int
+    in_band: int
+    kernel: int
+    taps: int
+    margin: int
+
+
+class _Along(NamedTuple):
+    """One dimension: its sizes, the zeros before it, and the taps that meet the map, with their places from there."""
+
+    size: int
+    out: int
+    step: int
+    before: int
+    taps: list[tuple[int, int]]
+
+    @property
+    def read(self) -> int:
+        """How far results reach, counted from the zeros before the map."""
+        return (self.out - 1) * self.step + (self.taps[-1][1] if self.taps else 0) + 1
+
+    @property
+    def length(self) -> int:
+        """The places of a phase."""
+        return max(-(-max(self.read, self.size + self.before) // self.step), self.out)
+
+    @property
+    def spacing(self) -> int:
+        """The places of a phase from one map to the next, where the zeros in between belong to both."""
+        return max(-(-max(self.read - self.before, self.size + self.before) // self.step), self.out)
+
+
+def _along(size: int, kernel: int, step: int, apart: int, before: int, after: int) -> _Along:
+    out = (size + before + after - apart * (kernel - 1) - 1) // step + 1
+    offsets = [(j, j * apart - before) for j in range(kernel)]
+    # with a large dilation, most taps meet nothing but zeros
+    met = [(j, at) for j, at in offsets if any(0 <= at + o * step < size for o in range(out))]
+    start = max(0, -met[0][1]) if met else 0
+    return _Along(size, out, step, start, [(j, at + start) for j, at in met])
+
+
+@lru_cache(maxsize=1024)
+def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[Layout, Any, Any]:
+    """Return the layout for x of this shape, the same as C takes it, and the taps: numbers, phases and places."""
+    images, channels, *sizes = shape
+    g, before, after = geometry, *zip(*geometry.padding, strict=True)
+    along = [_along(*row) for row in zip(sizes, g.kernel_size, g.stride, g.dilation, before, after, strict=True)]
+    y, x = (_Along(1, 1, 1, 0, [(0, 0)]), *along)[-2:]
+    pitch, width = x.length, geometry.kernel_size[-1]
+    taps = [
+        (j * width + i, (v % y.step) * x.step + u % x.step, v // y.step * pitch + u // x.step)
+        for j, v in y.taps
+        for i, u in x.taps
+    ]
+    most = _BAND // pitch if pitch <= _WASTE * x.out else 1  # rows that are taken together
+    stack = max(1, min(images, most // y.spacing))
+    rows, in_rows = (y.out, -(-y.size // y.step)) if stack == 1 else (stack * y.spacing, stack * y.spacing)
+    layout = Layout(
+        images,
+        channels,
+        kernels // channels,
+        height=y.size,
+        width=x.size,
+        read_height=min(y.size, y.read - y.before),
+        read_width=min(x.size, x.read - x.before),
+        out_height=y.out,
+        out_width=x.out,
+        step_y=y.step,
+        step_x=x.step,
+        before_y=y.before,
+        before_x=x.before,
+        pitch=pitch,
+        plane=pitch * ((stack - 1) * y.spacing + y.length),
+        stack=stack,
+        spacing=y.spacing,
+        band=max(1, min(rows, most)),
+        in_band=max(1, min(in_rows, most)),
+        kernel=math.prod(g.kernel_size),
+        taps=len(taps),
+        margin=max((place for _, _, place in taps), default=0),
+    )
+    return layout, longs(layout), longs([number for column in zip(*taps, strict=True) for number in column])
+
+
+class Depthwise:
+    """The value and the gradients of an operator in a depthwise layer.
+
+    radius: which vector is to be multiplied by the mean norm of the channel, or −1.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._forward, self._backward = library.forward, library.backward
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        start: list[Any] = [pointer, pointer, ctypes.c_float, number, *[pointer] * 4]
+        self._forward.argtypes = [*start, *[pointer] * 2, number]
+        self._backward.argtypes = [*start, *[pointer] * 6, number]
+
+    def forward(
+        self, x: Tensor, kernels: Tensor, geometry: Geometry, eps: float, vectors: Sequence[Tensor], radius: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return y, and the mean norms of the channels, which are there if a radius is relative to them."""
+        layout, sizes, taps = layout_of(geometry, x.shape, len(kernels))
+        y = x.new_empty((len(x), len(kernels), *(layout.out_height, layout.out_width)[-geometry.dims :]))
+        means = x.new_empty(x.shape[1])
+        given = (x.data_ptr(), kernels.data_ptr(), addresses(vectors), means.data_ptr())
+        call(self._forward, sizes, taps, eps, radius, *given, y.data_ptr())
+        return y, means
+
+    def backward(
+        self,
+        x: Tensor,
+        kernels: Tensor,
+        geometry: Geometry,
+        eps: float,
+        vectors: Sequence[Tensor],
+        radius: int,
+        means: Tensor,
+        y: Tensor | None,
+        e: Tensor,
+        of_x: Tensor | None,
+        of_kernels: Tensor | None,
+        sums: Sequence[Tensor],
+    ) -> None:
+        """Write the gradients in x, in the kernels and in the vectors, `sums`."""
+        _, sizes, taps = layout_of(geometry, x.shape, len(kernels))
+        given = (x.data_ptr(), kernels.data_ptr(), addresses(vectors), means.data_ptr())
+        others = (None if t is None else t.data_ptr() for t in (y, e, of_x, of_kernels))
+        call(self._backward, sizes, taps, eps, radius, *given, *others, addresses(sums))
+
+
+def compiled_depthwise(rows: str) -> Depthwise | None:
+    """Return the functions for an operator whose rows are computed by this C text (`source.row_functions`)."""
+    library = compiled("\n".join([*map(included, _HEADERS), rows, included("depthwise.c")]))
+    return None if library is None else Depthwise(library)

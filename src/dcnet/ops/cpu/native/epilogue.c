@@ -1,0 +1,103 @@
+/* h·g on the output of a convolution, with its gradients: one pass over memory each.
+ *
+ * Before this text come elementary.h, parallel.h and what source.py writes: forward_row, backward_row, how many VECTORS
+ * and SUMS they have, and BY_CHANNEL: whether the kernels of a position lie next to each other, rather than the
+ * positions of a kernel. Where a kernel has FEW_POSITIONS, they count as kernels: then a norm and a number of each
+ * vector come for each of them. A piece of work is some rows (BY_CHANNEL), or a block of positions of one row and group;
+ * each leaves its sums by itself, so that they are added up in the same order for any number of threads. */
+
+struct call {
+    long rows, groups, kernels, positions, block; /* rows, or positions, of a piece */
+    const float *d, *n, *y, *e;
+    const float *const *vectors;
+    float *out, *of_d, *of_n, *sums;
+};
+
+static long least(long a, long b) { return a < b ? a : b; }
+static float inverse_of(float n) { return n == 0.0f ? 0.0f : 1.0f / n; }
+
+#if BY_CHANNEL || FEW_POSITIONS
+
+static int piece(const struct call *c, long number, int backward) {
+    long width = c->groups * c->kernels, end = least((number + 1) * c->block, c->rows), few = c->positions;
+    float *norms = scratch(3 * c->kernels), *inverses = norms + c->kernels, *of_norms = inverses + c->kernels;
+    if (!norms) return 1;
+    for (long row = number * c->block; row < end; row++)
+        for (long group = 0; group < c->groups; group++) {
+            long at = group * c->kernels, here = row * width + at;
+            const float *n = c->n + (row * c->groups + group) * few, *vectors[VECTORS + 1];
+            float *sums[SUMS + 1], *of_n = backward ? c->of_n + (row * c->groups + group) * few : NULL;
+            for (int j = 0; j < VECTORS; j++) vectors[j] = c->vectors[j] + at;
+            for (long i = 0; i < few; i++) inverses[i] = inverse_of(n[i]);
+            for (long i = 0; i < (FEW_POSITIONS ? c->kernels : 1); i += few) /* the norms again for each kernel */
+                for (long j = 0; j < few; j++) norms[i + j] = n[j], inverses[i + j] = inverses[j];
+            if (backward) memset(of_norms, 0, c->kernels * sizeof(float));
+            if (!backward) {
+                forward_row(c->kernels, c->d + here, norms, inverses, vectors, c->out + here);
+                continue;
+            }
+            for (int j = 0; j < SUMS; j++) sums[j] = c->sums + (number * SUMS + j) * width + at;
+            backward_row(c->kernels, c->d + here, norms, inverses, vectors, c->y ? c->y + here : NULL, c->e + here,
+                         c->of_d + here, of_norms, sums);
+            for (long j = 0; j < few; j++) of_n[j] = of_norms[j];
+            for (long i = few; FEW_POSITIONS && i < c->kernels; i += few)
+                for (long j = 0; j < few; j++) of_n[j] += of_norms[i + j];
+        }
+    return 0;
+}
+
+static long pieces(const struct call *c) { return (c->rows + c->block - 1) / c->block; }
+
+#else
+
+static int piece(const struct call *c, long number, int backward) {
+    long blocks = (c->positions + c->block - 1) / c->block, start = number % blocks * c->block;
+    long plane = number / blocks, count = least(c->block, c->positions - start); /* plane: of a row and a group */
+    long group = plane % c->groups;
+    const float *n = c->n + plane * c->positions + start;
+    float *inverses = scratch(c->block), *of_n = backward ? c->of_n + plane * c->positions + start : NULL;
+    if (!inverses) return 1;
+    for (long i = 0; i < count; i++) inverses[i] = inverse_of(n[i]);
+    if (backward) memset(of_n, 0, count * sizeof(float));
+    for (long k = 0; k < c->kernels; k++) {
+        long here = (plane * c->kernels + k) * c->positions + start;
+        float values[VECTORS + 1];
+        double sums[SUMS + 1] = {0};
+        for (int j = 0; j < VECTORS; j++) values[j] = c->vectors[j][group * c->kernels + k];
+        if (!backward) {
+            forward_row(count, c->d + here, n, inverses, values, c->out + here);
+            continue;
+        }
+        backward_row(count, c->d + here, n, inverses, values, c->y ? c->y + here : NULL, c->e + here, c->of_d + here,
+                     of_n, sums);
+        float *left = c->sums + number / blocks / c->groups * blocks * SUMS * c->groups * c->kernels;
+        for (int j = 0; j < SUMS; j++)
+            left[((number % blocks * SUMS + j) * c->groups + group) * c->kernels + k] = (float)sums[j];
+    }
+    return 0;
+}
+
+static long pieces(const struct call *c) {
+    return c->rows * c->groups * ((c->positions + c->block - 1) / c->block);
+}
+
+#endif
+
+static int forward_piece(const void *arguments, long number) { return piece(arguments, number, 0); }
+static int backward_piece(const void *arguments, long number) { return piece(arguments, number, 1); }
+
+/* What Python calls; sizes: rows, groups, kernels, positions, block. sums has room for what each piece leaves. */
+int forward(const long *sizes, const float *d, const float *n, const float *const *vectors, float *out,
+            Parallel parallel, long threads) {
+    struct call c = {.rows = sizes[0], .groups = sizes[1], .kernels = sizes[2], .positions = sizes[3],
+                     .block = sizes[4], .d = d, .n = n, .vectors = vectors, .out = out};
+    return in_parallel(forward_piece, &c, pieces(&c), parallel, threads);
+}
+
+int backward(const long *sizes, const float *d, const float *n, const float *const *vectors, const float *y,
+             const float *e, float *of_d, float *of_n, float *sums, Parallel parallel, long threads) {
+    struct call c = {.rows = sizes[0], .groups = sizes[1], .kernels = sizes[2], .positions = sizes[3],
+                     .block = sizes[4], .d = d, .n = n, .vectors = vectors, .y = y, .e = e, .of_d = of_d, .of_n = of_n,
+                     .sums = sums};
+    return in_parallel(backward_piece, &c, pieces(&c), parallel, threads);
+}
