@@ -375,3 +375,20 @@ def test_lean_arithmetic_for_16_bits():
     assert values(triton_math16.tanh, torch.tensor([0.0, 100.0, -100.0, 0.0])).tolist() == pytest.approx(
         [0.0, 1.0, -1.0, 0.0], abs=0.0, rel=2e-7
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_residual_is_broadcast(compiled):
+    from dcnet.layers import Block
+
+    results = []
+    for impl in ("eager", "fused"):
+        torch.manual_seed(0)
+        block = Block(dcnet.DecoupledConv2d(4, 6, 3, padding=1, impl=impl), torch.nn.BatchNorm2d(6), "relu").to(DEVICE)
+        if compiled and impl == "fused":
+            block.compile(fullgraph=True)
+        x, residual = torch.randn(2, 4, 5, 5, device=DEVICE), torch.randn(2, 6, 1, 1, device=DEVICE, requires_grad=True)
+        y = block(x, residual)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), [residual, *block.parameters()])))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)

@@ -30,6 +30,7 @@ from dcnet.ops.fused.operands import (
     gradient_regions,
     is_depthwise,
     operand_gradients,
+    output_sizes,
     vector_regions,
     wanted_output,
 )
@@ -53,6 +54,10 @@ _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) -> tuple[Tensor, Tensor | None]:
     """Return the output, and its energy if the options ask for it, while a graph is traced."""
     options = as_arguments(o)
+    if t.residual is not None:
+        shape = (t.x.shape[0], t.weight.shape[0], *output_sizes(t.x.shape[2:], t.weight.shape[2:], o))
+        if t.residual.shape != shape:  # kernels do not broadcast
+            t = t._replace(residual=t.residual.expand(shape))
     if not differentiable and effects == NO_EFFECTS:
         out, left = torch.ops.dcnet.decoupled_inference(*t, *options)
     else:

@@ -9,7 +9,7 @@ import triton
 from dcnet.ops.fused.kernels import norms
 from dcnet.ops.fused.launcher import Launcher, Place
 from dcnet.ops.fused.layout import Sizes, View, cdiv
-from dcnet.ops.fused.operands import Options
+from dcnet.ops.fused.operands import Options, output_sizes
 
 _BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
 SHORT = 2**31 - 2**16  # what 32-bit indices reach
@@ -40,10 +40,7 @@ class NormPlan:
     def __init__(self, shape: Sizes, strides: Sizes, kernel: Sizes, o: Options) -> None:
         self.groups, self.shape, self.eps = o.groups, shape, o.eps
         sizes = shape[2:]
-        positions = [
-            (i + 2 * p - d * (k - 1) - 1) // s + 1
-            for i, p, d, k, s in zip(sizes, o.padding, o.dilation, kernel, o.stride, strict=True)
-        ]
+        positions = output_sizes(sizes, kernel, o)
         self.output = (shape[0], o.groups, *positions)
         self.count = shape[0] * math.prod(positions)  # of the norms of one group
         self.view = View(shape, strides, o.groups)

@@ -88,6 +88,14 @@ class Operands(NamedTuple):
     energy: Tensor | None  # of x, as the layer before returned it
 
 
+def output_sizes(sizes: Sequence[int], kernel: Sequence[int], o: Options) -> list[int]:
+    """Return the sizes of the output's positions, given those of x and of the kernel."""
+    return [
+        (i + 2 * p - d * (k - 1) - 1) // s + 1
+        for i, p, d, k, s in zip(sizes, o.padding, o.dilation, kernel, o.stride, strict=True)
+    ]
+
+
 def is_depthwise(x: Tensor, weight: Tensor, groups: int) -> bool:
     """Tell whether each channel of x has one kernel, and channels lie next to each other in memory.
 
