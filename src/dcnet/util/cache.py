@@ -8,6 +8,13 @@ from tempfile import TemporaryDirectory
 
 from dcnet.util.lock import InUse, locked
 
+SWITCH = "DCNET_NATIVE"  # in the environment: "0" builds and runs nothing that is compiled at the user's place
+
+
+def native_code() -> bool:
+    """Tell whether code that is compiled here may be used, by the environment."""
+    return os.environ.get(SWITCH) != "0"
+
 
 def cache_folder() -> Path:
     """Return where dcnet keeps such things: `dcnet` in $XDG_CACHE_HOME, or in ~/.cache."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import Regions
-from dcnet.ops.fused.native import Launches, from_python_only
+from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.once import once
 from dcnet.ops.fused.op import backward, recompute
 from dcnet.ops.fused.operands import (
@@ -31,6 +31,7 @@ from dcnet.ops.fused.operands import (
 )
 from dcnet.ops.fused.plan import Plan
 from dcnet.ops.fused.slots import BACKWARD, FORWARD
+from dcnet.util.cache import SWITCH, native_code
 from dcnet.util.compat import kernel_launch_address
 from dcnet.util.cpp import build_cpp_module
 
@@ -57,12 +58,12 @@ class Host:
 
         $DCNET_NATIVE: "0" for never, "wait" to wait until it is built.
         """
-        if self.module is not None or not x.is_cuda or from_python_only():
+        if self.module is not None or not x.is_cuda or not native_code():
             return self.module
         if self._thread is None:
             self._thread = Thread(target=self._build, name="dcnet: C++ build", daemon=True)
             self._thread.start()
-        if os.environ.get("DCNET_NATIVE") == "wait":
+        if os.environ.get(SWITCH) == "wait":
             self._thread.join()
         if self._failed is not None:
             error, self._failed = self._failed, None

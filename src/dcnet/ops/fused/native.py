@@ -3,7 +3,6 @@
 From Python a launch takes some 15 µs, most of it for arguments that are the same every time. Here they are packed once.
 """
 
-import os
 import struct
 import warnings
 from collections.abc import Iterator, Sequence
@@ -12,17 +11,13 @@ from importlib.resources import files
 from typing import Any
 
 from dcnet.ops.fused.launcher import Launcher, Memory
+from dcnet.util.cache import native_code
 from dcnet.util.compat import build_c_module, kernel_launch_address, launch_facts
 
 _MOST = 128  # parameters, as in launch.c
 # How `struct` packs an argument of each of Triton's types into eight bytes
 _FORMATS = {"fp32": "<f4x", "fp64": "<d", "i1": "<?7x", "u1": "<?7x", "i8": "<b7x", "u8": "<B7x"}
 _FORMATS |= {"i16": "<h6x", "u16": "<H6x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q"}
-
-
-def from_python_only() -> bool:
-    """Tell whether $DCNET_NATIVE switches off what is built from C and C++."""
-    return os.environ.get("DCNET_NATIVE") == "0"
 
 
 def launcher_source() -> str:
@@ -38,7 +33,7 @@ def compiled_launcher() -> Any:
 
     Without it, kernels are launched from Python, which is slower and computes the same.
     """
-    if from_python_only():
+    if not native_code():
         return None
     try:
         module = build_c_module(launcher_source(), "dcnet_launch")

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-from dcnet.util.cache import cache_folder
+from dcnet.util.cache import SWITCH, cache_folder, native_code
 
-SWITCH = "DCNET_NATIVE"
 # No option that lets the compiler assume that there is no NaN. Rounding modes and floating-point exceptions, which it
 # may forget about, are nothing that PyTorch's operations keep either.
 _OPTIONS = [
@@ -37,11 +36,6 @@ _FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=256"), ("-march=native
 # Numbers in a map. For fewer, PyTorch's operations are used: the choice depends on nothing but the call, so that the
 # same call gives the same result every time, and what is tried once on a small tensor waits for no compiler.
 FEWEST = 4096
-
-
-def enabled() -> bool:
-    """Tell whether compiled code may be used, by the environment."""
-    return os.environ.get(SWITCH, "1") != "0"
 
 
 @cache
@@ -64,7 +58,7 @@ def parallel() -> int | None:
 
 def can_run(numbers: int) -> bool:
     """Tell whether to use compiled code for maps of this size, on as many threads as PyTorch uses."""
-    if numbers < FEWEST or _failed or not enabled() or find_compiler() is None:
+    if numbers < FEWEST or _failed or not native_code() or find_compiler() is None:
         return False
     return torch.get_num_threads() == 1 or parallel() is not None
 
