@@ -53,7 +53,7 @@ def test_geometries(used, geometry, size):
     assert len(used) == 1
 
 
-# each magnitude and each angular function at least once with each weighting; all of them where there is time
+# each magnitude, each angular function and each weighting at least once; the others are slow: half a second each
 SOME = [operator for i, operator in enumerate(OPERATORS) if i % 7 == 3]
 
 
