@@ -78,7 +78,9 @@ def test_a_run_goes_into_a_folder_and_comes_out(run, tmp_path, monkeypatch):
         round(run.accuracy, 2),
     )
     model = load("hub:small-seg")
-    torch.testing.assert_close(model(images()), run.model(images()), rtol=0.05, atol=0.1)
+    with torch.no_grad():  # the file has weights of 16 bits
+        expected, actual = run.model(images()), model(images())
+    assert (actual - expected).square().mean().sqrt() < 0.03 * expected.std()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     with safe_open(path, "pt") as file:
         kinds = {name: file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
