@@ -6,6 +6,7 @@ the compiler makes vector code of the loop around them. An operation that has no
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+
+
+_NAMES = re.compile(r"\b(?:t\d+|vector_\d+|d|e|y|n|one_over_n)\b")  # in a line of C
 
 
 class NotInC(Exception):
@@ -111,6 +115,9 @@ def row_functions(
         else:
             before.append(f"const float {name} = vectors[{number}];")
     (inside if norm_of_each else before).extend(loaded(["n", "one_over_n"], norm_of_each))
+    fixed = {*([] if vector_of_each else given), *([] if norm_of_each else ["n", "one_over_n"])}
+    ahead_once, ahead = _divided(ahead, fixed)
+    behind_once, behind = _divided(behind, fixed)
 
     kept, add, after, totals = list(before), [], [], []
 
@@ -140,14 +147,30 @@ def row_functions(
         [
             f"enum {{ VECTORS = {len(given)}, SUMS = {len(of_vectors) - of_vectors.count(None)} }};",
             f"static void forward_row(long count, {ds}, {ns}, {values}, float *restrict ys) {{",
-            *_loop(before, [], [*loaded(["d"]), *inside, *ahead, f"ys[i] = {y};"], []),
+            *_loop([*before, *ahead_once], [], [*loaded(["d"]), *inside, *ahead, f"ys[i] = {y};"], []),
             "}",
             f"static void backward_row(long count, {ds}, {ns}, {values}, {grads}, {totals_of}) {{",
-            *_loop(kept, totals, [*loaded(["d", *later]), *inside, *behind, *add], after),
+            *_loop([*kept, *behind_once], totals, [*loaded(["d", *later]), *inside, *behind, *add], after),
             "}",
             "",
         ]
     )
+
+
+def _divided(lines: Sequence[str], fixed: set[str]) -> tuple[list[str], list[str]]:
+    """Divide lines into those that depend on nothing but fixed names, the same for the whole row, and the rest.
+
+    Left in the loop, a choice by such a value makes gcc write a loop for each case, and none of them with vectors.
+    """
+    once, each = [], []
+    for line in lines:
+        name, text = line.removeprefix("const ").split(" ", 1)[1].split(" = ", 1)
+        if set(_NAMES.findall(text)) <= fixed:
+            once.append(line)
+            fixed = fixed | {name}
+        else:
+            each.append(line)
+    return once, each
 
 
 def _loop(before: Sequence[str], totals: Sequence[str], inside: Sequence[str], after: Sequence[str]) -> list[str]:
