@@ -114,6 +114,17 @@ def built_host():
     return module
 
 
+@pytest.fixture
+def compiled_also_if_small(monkeypatch):
+    """Let compiled C run on maps of any size; skip where there is no compiler."""
+    from dcnet.ops.cpu.native import compiler
+
+    if compiler.find_compiler() is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.delenv(compiler.SWITCH, raising=False)
+    monkeypatch.setattr(compiler, "FEWEST", 1)
+
+
 # DCNET_NATIVE=wait: without a GPU too, every fused layer that can goes through C++, in every test.
 if os.environ.get("DCNET_NATIVE") == "wait" and not torch.cuda.is_available():
     from dcnet.ops.fused.host import HOST

@@ -22,12 +22,8 @@ MORE = {
 
 
 @pytest.fixture
-def used(monkeypatch):
+def used(compiled_also_if_small, monkeypatch):
     """Compiled passes also for small maps; the list has an item for each layer that used them."""
-    if compiler.find_compiler() is None:
-        pytest.skip("there is no C compiler")
-    monkeypatch.delenv(compiler.SWITCH, raising=False)
-    monkeypatch.setattr(compiler, "FEWEST", 1)
     calls, real = [], native_depthwise._apply_depthwise
     monkeypatch.setattr(native_depthwise, "_apply_depthwise", lambda *given: calls.append(given) or real(*given))
     return calls

@@ -9,7 +9,6 @@ import dcnet
 from dcnet.layers import Block
 from dcnet.ops.cpu import autograd
 from dcnet.ops.cpu import passes as epilogues
-from dcnet.ops.cpu.native import compiler
 
 OPERATORS = [
     ("tanh", "cosine", None),
@@ -30,12 +29,8 @@ GEOMETRIES = {
 
 
 @pytest.fixture
-def used(monkeypatch):
+def used(compiled_also_if_small, monkeypatch):
     """Compiled passes also for small maps; the list has what was used of them, and None where there was nothing."""
-    if compiler.find_compiler() is None:
-        pytest.skip("there is no C compiler")
-    monkeypatch.delenv(compiler.SWITCH, raising=False)
-    monkeypatch.setattr(compiler, "FEWEST", 1)
     found = []
 
     def noting(real):
