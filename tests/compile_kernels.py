@@ -61,7 +61,7 @@ def launchers(magnitude, angular, weighting, dtype):
     x, weight = torch.zeros(2, 96, 16, 16, dtype=dtype).to(**order), torch.zeros(96, 96, 3, 3)
     vector = torch.ones(96)
 
-    def plan(follows, activation=0, residual=None, leaves=False, energy=None, weight=weight):
+    def plan(follows, activation=0, residual=None, leaves=False, energy=None, weight=weight, recovers=False):
         mean = OF_BATCH if radius is not None else NO_MEAN
         options = Options(
             *(
@@ -76,6 +76,7 @@ def launchers(magnitude, angular, weighting, dtype):
                 1e-3,
                 activation,
                 leaves,
+                recovers,
                 operator,
             ),
         )
@@ -100,6 +101,9 @@ def launchers(magnitude, angular, weighting, dtype):
     alone = plan(ALONE)
     yield from {"alone": alone.epilogue(2 * tracked, False).launchers[0], "energies": alone.ahead.launchers[1]}.items()
     yield "gradients alone", alone.backward(False, False, True, True, True).epilogue.launchers[0]
+    activated = plan(ALONE, RELU, leaves=True, recovers=angular == "cosine" and not weighting)
+    yield "activated", activated.epilogue(0, False).launchers[0]
+    yield "gradients activated", activated.backward(False, True, True, True, True).epilogue.launchers[0]
     depthwise = plan(STATISTICS, RELU, weight=torch.zeros(96, 1, 3, 3))
     yield "windows", depthwise.ahead.launchers[1]
     yield from zip(

@@ -178,7 +178,7 @@ def test_registered_properly(name):
 
     def options_of(*kinds, weighting=None):
         """Options of these kinds of radius, mean and BatchNorm, BatchNorm's eps, and an activation."""
-        return Options(*geometry, *kinds, False, make_operator("tanh", "sigmoid:k=learned", weighting))
+        return Options(*geometry, *kinds, False, False, make_operator("tanh", "sigmoid:k=learned", weighting))
 
     def check(tensors, *kinds, weighting=None, effects=(None,) * 7):
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -335,6 +335,57 @@ def test_block(activation, with_residual, training):
             results.append([y, *torch.autograd.grad(y, wanted, incoming), *block.buffers()])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(b, a, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "magnitude", "angular", "weighting", "bias"),
+    [
+        ("relu", "tanh", "cosine", None, False),  # backward recovers the dot product from the output
+        ("relu", "sphere", "cosine", "linear", False),
+        ("relu", "seg", "cosine", "joint", False),
+        ("relu", "log", "cosine", "separate", False),
+        ("relu", "tanh", "cosine", None, True),
+        ("relu", "ball", "square_cosine", None, False),
+        ("silu", "tanh", "cosine", None, False),
+        ("gelu", "linear", "sigmoid:k=learned", None, True),
+        ("prelu", "tanh", "cosine", None, False),
+    ],
+)
+def test_block_without_norm(activation, magnitude, angular, weighting, bias, compiled):
+    """Two blocks, the first of which hands its energy on, against the same one operation after the other."""
+    from dcnet.layers import Block, Chain
+
+    results = []
+    for impl in ("reference", "fused"):
+        torch.manual_seed(0)
+        options = {"magnitude": magnitude, "angular": angular, "weighting": weighting, "bias": bias, "impl": impl}
+        first = Block(dcnet.DecoupledConv2d(4, 8, 3, padding=1, groups=1, **options), None, activation)
+        chain = Chain(first, Block(dcnet.DecoupledConv2d(8, 6, 3, groups=2, **options), None, activation)).to(DEVICE)
+        x = torch.randn(3, 4, 5, 4, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()
+        call = torch.compile(chain, fullgraph=True, dynamic=False) if compiled and impl == "fused" else chain
+        y = call(x)
+        incoming = torch.cos(torch.arange(y.numel(), device=DEVICE, dtype=torch.float32)).reshape(y.shape)
+        wanted = [x, *chain.parameters()]
+        results.append([y, *torch.autograd.grad(y, wanted, incoming), *chain.buffers()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-4, atol=2e-5)
+
+
+def test_a_relu_block_keeps_no_map_but_its_output():
+    from dcnet.layers import Block
+
+    block = Block(dcnet.DecoupledConv2d(4, 8, 3, padding=1, impl="fused"), None, "relu").to(DEVICE)
+    x = torch.randn(2, 4, 6, 6, device=DEVICE, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = block(x)
+    maps = {t.data_ptr() for t in kept if t.shape == y.shape}
+    assert maps == {y.data_ptr()}
+    y = block(x)
+    y.detach().mul_(2.0)  # backward would read it; a plain ReLU refuses likewise
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter takes functions one by one")

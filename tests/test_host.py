@@ -108,6 +108,18 @@ def test_blocks(native, activation, last):
     check(native, make, image(2, 4, 5, 4, last=last))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_blocks_without_norm(native, activation, bias):
+    """With a ReLU and no bias, backward recovers the dot product from the output."""
+
+    def make():
+        last = Block(conv(8, 8, 3, bias=bias), None, activation)
+        return Chain(Block(conv(4, 8, 3, padding=1, bias=bias), None, activation), last)
+
+    check(native, make, image(2, 4, 5, 4, last=True), layers=2)
+
+
 class Residual(nn.Module):
     def __init__(self, activation):
         super().__init__()

@@ -44,6 +44,7 @@ NETWORKS = {
     "grouped": lambda: block(conv(16, 32, 3, groups=4, magnitude="seg")),
     "depthwise": lambda: block(conv(16, 16, 5, padding=2, groups=16), "silu"),
     "1×1": lambda: block(conv(16, 40, 1)),
+    "without BatchNorm": lambda: Chain(Block(conv(16, 32, 3)), Block(conv(32, 32, 3, bias=True), None, "gelu")),
 }
 
 
@@ -68,7 +69,6 @@ def steps(make, dtype):
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 def test_same_bits(native, make, dtype, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setenv("DCNET_NATIVE", "0")
         patch.setattr(HOST, "module", None)
         expected = steps(make, dtype)
     before = native.counts()

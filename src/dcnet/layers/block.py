@@ -8,7 +8,7 @@ from dcnet.layers.chain import HandsOn
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.linear_form import is_explained
 from dcnet.layers.post_ops import FUSED_NORMS, post_ops_of
-from dcnet.ops import ACTIVATIONS, ONLY_RELU, activate
+from dcnet.ops import ACTIVATIONS, ONLY, activate
 from dcnet.util.compat import changed_by_fsdp, hooked
 
 
@@ -64,8 +64,8 @@ class Block(HandsOn):
             return self._one_by_one(x, residual), None
         if type(norm) in FUSED_NORMS:
             post_ops = post_ops_of(norm, residual, self.activation, self.slope)
-        elif norm is None and residual is None and self.activation == "relu":
-            post_ops = ONLY_RELU
+        elif norm is None and residual is None and self.activation in ONLY:
+            post_ops = ONLY[self.activation]
         else:
             return self._one_by_one(x, residual), None
         if type(conv).forward is Decoupled.forward and "forward" not in vars(conv) and not hooked(conv):

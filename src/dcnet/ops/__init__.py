@@ -10,13 +10,13 @@ from dcnet.ops.inputs import Inputs, LearnedRadius, MeanNorm
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.ops.norms import EPS, compute_dtype, kernel_norm, root
 from dcnet.ops.operator import Operator, make_operator
-from dcnet.ops.post_ops import ONLY_RELU, PostOps
+from dcnet.ops.post_ops import ONLY, PostOps
 
 __all__ = [
     "ACTIVATIONS",
     "EPS",
     "LINEAR",
-    "ONLY_RELU",
+    "ONLY",
     "BatchMean",
     "Geometry",
     "Inputs",

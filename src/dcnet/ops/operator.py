@@ -48,7 +48,12 @@ class Operator:
     @property
     def is_inner_product(self) -> bool:
         """Whether h·g is α·⟨w, x⟩ (or α·⟨w, x⟩/‖w‖ unweighted): then no patch norm is needed."""
-        return self.magnitude.formula.function is linear and self.angular.formula.function is cosine
+        return self.magnitude.formula.function is linear and self.is_cosine
+
+    @property
+    def is_cosine(self) -> bool:
+        """Whether g is cos θ itself, so that cos θ follows from h·g and h."""
+        return self.angular.formula.function is cosine
 
     @property
     def learned(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcnet.ops.activations import activate
+from dcnet.ops.activations import ACTIVATIONS, activate
 
 
 class PostOps(NamedTuple):
@@ -47,4 +47,5 @@ class PostOps(NamedTuple):
 
 
 NOTHING = PostOps(None, None, None, None, training=False, momentum=0.0, eps=0.0, normalize=False)
-ONLY_RELU = NOTHING._replace(activation="relu")
+# An activation and nothing else, by name; PReLU has a slope, which is not known here
+ONLY = {name: NOTHING._replace(activation=name) for name in ACTIVATIONS if name not in (None, "prelu")}

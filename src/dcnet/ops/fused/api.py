@@ -21,6 +21,7 @@ from dcnet.ops.fused.operands import (
     Effects,
     Operands,
     Options,
+    is_depthwise,
 )
 from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
@@ -38,18 +39,21 @@ def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     if inputs.operator.is_inner_product:
         y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
         return y if post_ops is None else post_ops.apply(y), None
-    if post_ops is None or not post_ops.normalize or inputs.x.shape[0] == 0 or _needs_the_sum(post_ops):
-        y, _ = _decouple(inputs, NOTHING, ALONE)
+    if post_ops is None or inputs.x.shape[0] == 0 or not _share_a_pass(post_ops):
+        y, _ = _decouple(inputs, NOTHING)
         return y if post_ops is None else post_ops.apply(y), None
-    return _decouple(inputs, post_ops, STATISTICS if post_ops.training else AVERAGES)
+    return _decouple(inputs, post_ops)
 
 
-def _needs_the_sum(post_ops: PostOps) -> bool:
-    """Tell whether backward would need the sum with the residual.
+def _share_a_pass(post_ops: PostOps) -> bool:
+    """Tell whether the kernels can run these post-ops.
 
-    That sum is not stored. From the output of a ReLU, or without an activation, backward can tell enough about it.
+    The sum with a residual is not stored: from the output of a ReLU, or without an activation, backward can tell enough
+    about it. Without BatchNorm there is no pass for the gradient of PReLU's slope.
     """
-    return post_ops.residual is not None and post_ops.activation not in (None, "relu")
+    if post_ops.normalize:
+        return post_ops.residual is None or post_ops.activation in (None, "relu")
+    return post_ops.residual is None and post_ops.activation != "prelu"
 
 
 def _inner_product_kernel(inputs: Inputs) -> Tensor:
@@ -75,28 +79,24 @@ def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
     dtype = _convolution_dtype(x)
     if x.dtype != dtype:
         x = x.to(dtype)
-    if post_ops is None:
-        return native.run(*_call(inputs, x, inputs.weight, NOTHING, ALONE))
-    if not post_ops.normalize or _needs_the_sum(post_ops):
+    if post_ops is not None and not _share_a_pass(post_ops):
         return None
-    return native.run(*_call(inputs, x, inputs.weight, post_ops, STATISTICS if post_ops.training else AVERAGES))
+    return native.run(*_call(inputs, x, inputs.weight, post_ops or NOTHING))
 
 
-def _decouple(inputs: Inputs, post_ops: PostOps, follows: int) -> tuple[Tensor, Tensor | None]:
+def _decouple(inputs: Inputs, post_ops: PostOps) -> tuple[Tensor, Tensor | None]:
     """Bring the operands into the form that the operator takes, and call it; running averages are updated."""
     x, dtype = inputs.x, _convolution_dtype(inputs.x)
     if x.dtype != dtype:
         x = x.to(dtype)
     if inputs.geometry.symmetric_padding is None:
         x = inputs.geometry.pad(x)
-    options, t, effects = _call(inputs, dense(x), dense(inputs.weight), post_ops, follows)
+    options, t, effects = _call(inputs, dense(x), dense(inputs.weight), post_ops)
     t = t._replace(bias=_dense(t.bias), radius=_dense(t.radius), gamma=_dense(t.gamma), beta=_dense(t.beta))
     return decoupled(t, options, effects)
 
 
-def _call(
-    inputs: Inputs, x: Tensor, weight: Tensor, post_ops: PostOps, follows: int
-) -> tuple[Options, Operands, Effects]:
+def _call(inputs: Inputs, x: Tensor, weight: Tensor, post_ops: PostOps) -> tuple[Options, Operands, Effects]:
     """Return the arguments of the fused operator, given x and the weight in the form that it takes."""
     operator, geometry = inputs.operator, inputs.geometry
     radius, radius_kind = (inputs.radius.raw, 2) if isinstance(inputs.radius, LearnedRadius) else (inputs.radius, 1)
@@ -113,17 +113,21 @@ def _call(
     energy = inputs.energy if x is inputs.x and geometry.groups == 1 else None  # valid for this very tensor only
     if energy is not None and energy.requires_grad != x.requires_grad:
         energy = None  # gradients reach x in another way, as in a checkpoint's first forward pass
-    kernels = weight.shape[0]
-    leaves = inputs.leave_energy and follows != ALONE and energy_maps(kernels, geometry.groups) > 0
+    kernels, follows = weight.shape[0], _follows(post_ops)
+    shares = post_ops.normalize or post_ops.activation is not None
+    leaves = inputs.leave_energy and shares and energy_maps(kernels, geometry.groups) > 0
+    compiling = torch.compiler.is_compiling()
+    # a graph's operators may not return a tensor twice; a depthwise layer keeps nothing anyway
+    recovers = post_ops.is_relu and inputs.bias is None and operator.is_cosine and not compiling
+    recovers = recovers and not is_depthwise(x, weight, geometry.groups)
     residual, slope = post_ops.residual, post_ops.slope
     if residual is not None and residual.dtype != x.dtype:
         residual = residual.to(x.dtype)
     if slope is not None and slope.shape[0] != kernels:
         slope = slope.expand(kernels).contiguous()
-    make = _options if torch.compiler.is_compiling() else _known_options
-    options = make(
-        geometry, inputs.eps, radius_kind, mean_kind, follows, post_ops.eps, post_ops.activation, leaves, operator
-    )
+    make = _options if compiling else _known_options
+    after = follows, post_ops.eps, post_ops.activation, leaves, recovers
+    options = make(geometry, inputs.eps, radius_kind, mean_kind, *after, operator)
     operands = Operands(
         x,
         weight,
@@ -144,6 +148,12 @@ def _call(
     return options, operands, effects
 
 
+def _follows(post_ops: PostOps) -> int:
+    if not post_ops.normalize:
+        return ALONE
+    return STATISTICS if post_ops.training else AVERAGES
+
+
 def _options(
     geometry: Geometry,
     eps: float,
@@ -153,6 +163,7 @@ def _options(
     norm_eps: float,
     activation: str | None,
     leaves: bool,
+    recovers: bool,
     operator: Operator,
 ) -> Options:
     padding = geometry.symmetric_padding
@@ -168,6 +179,7 @@ def _options(
         norm_eps=norm_eps,
         activation=ACTIVATIONS.index(activation),
         leaves=leaves,
+        recovers=recovers,
         operator=operator,
     )
 

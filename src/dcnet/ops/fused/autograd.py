@@ -32,8 +32,9 @@ class _Decoupled(torch.autograd.Function):
         if left is not None:
             ctx.set_materialize_grads(False)
         # a depthwise layer's dot products and norms, two maps, are quick to compute again
-        maps = (None, None) if plan.depthwise else kept[:2]
-        ctx.save_for_backward(*maps, *kept[2:], wanted_output(out, t, plan.options), *for_backward(t))
+        dot = None if plan.depthwise or plan.options.recovers else kept.dot
+        norms = None if plan.depthwise else kept.norms
+        ctx.save_for_backward(dot, norms, *kept[2:], wanted_output(out, t, plan.options), *for_backward(t))
         return out, left
 
     @staticmethod

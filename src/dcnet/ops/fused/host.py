@@ -138,6 +138,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "of_batch": o.mean_kind == OF_BATCH,
         "activates": o.activation != 0,
         "depthwise": plan.depthwise,
+        "recovers": o.recovers,
         "maps": plan.maps,
         "vectors": plan.vectors.size,
         "norms": plan.norms.output,
@@ -171,7 +172,10 @@ def gradients_of_saved(
         kept, t = Kept(*saved[:4]), Operands(*saved[5:])  # type: ignore[arg-type]
         if plan.depthwise:
             kept = Kept(*recompute(plan, t.x, kept.unit), *kept[2:])
-        e, out = arrived(e, of_left, saved[4], kept.dot, plan.options)
+        out = saved[4]
+        if plan.options.recovers and out is not None:
+            kept, out = kept._replace(dot=out), None
+        e, out = arrived(e, of_left, out, kept.dot, plan.options)
         found = backward(plan, e, of_left, t, kept, out, wanted[0], wanted[1], add=plan.maps == 0)
         return operand_gradients(found, e, plan.of_vectors, t, plan.options, wanted, plan.maps)
 

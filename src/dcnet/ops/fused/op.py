@@ -40,7 +40,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     """Return the output, its energy if the options ask for it, and what backward needs.
 
     The output is act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone. keep: whether backward will run; otherwise
-    the output may overwrite the dot product.
+    the output may overwrite the dot product, as it does where backward recovers that.
     """
     o, x, regions = plan.options, t.x, plan.vectors
     device, single = x.device, torch.float32
@@ -70,7 +70,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     if dot is None:
         dot = plan.ordered(convolution(x, unit, o))
         memory.put(_DOT, dot)
-    out = torch.empty_like(dot) if keep else dot  # each element is read before it is written
+    out = torch.empty_like(dot) if keep and not o.recovers else dot  # each element is read before it is written
     memory.put(_OUT, out)
     if o.mean_kind == OF_RANKS:
         _mean_over_ranks(norms, regions.view(vectors, "mean"), plan.norms.count, tracked)

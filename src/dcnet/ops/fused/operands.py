@@ -34,6 +34,7 @@ class Options(NamedTuple):
     norm_eps: float
     activation: int  # which of ACTIVATIONS
     leaves: bool  # whether to return the energy of the output
+    recovers: bool  # whether the output overwrites the dot product, and backward recovers that from it
     operator: Operator
 
 
@@ -190,7 +191,7 @@ def gradient_regions(t: Operands, o: Options) -> Regions:
 
 def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
     """Return the output if backward may need it, else None; backward can often compute it again."""
-    return out if t.residual is not None and (o.activation != 0 or o.leaves) else None
+    return out if o.recovers or (t.residual is not None and (o.activation != 0 or o.leaves)) else None
 
 
 def arrived(

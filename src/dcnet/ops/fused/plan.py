@@ -222,6 +222,7 @@ class Plan:
             **self.tiles.slopes,
             "ACTIVATION": min(o.activation, OTHER),
             "CENTERED": False,
+            "RECOVERS": o.recovers,
             "NORM_SUMS": reduced,
         }
         epilogue = []

@@ -39,6 +39,7 @@ struct DecoupledBackward : torch::autograd::Node {
       std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < SAVED; i++) tensors[i] = saved[i].unpack(i == OUT ? getptr() : decltype(getptr())());
     }
+    if (plan->recovers) std::swap(tensors[DOT], tensors[OUT]);
     std::array<bool, OPERANDS> wanted;
     for (size_t i = 0; i < OPERANDS; i++) wanted[i] = task_should_compute_output(i);
     Tensor e = incoming[0], of_left = incoming.size() > 1 ? incoming[1] : Tensor();
@@ -108,7 +109,8 @@ inline std::pair<Tensor, Tensor> decoupled(
   torch::autograd::set_history(out, node);
   if (left.defined()) torch::autograd::set_history(left, node);
   // backward can often compute the output again
-  if (!t[RESIDUAL].defined() || !(plan->activates || !plan->left.empty())) saved[OUT] = Tensor();
+  if (plan->recovers) saved[DOT] = Tensor();
+  else if (!t[RESIDUAL].defined() || !(plan->activates || !plan->left.empty())) saved[OUT] = Tensor();
   if (plan->depthwise) saved[DOT] = saved[NORMS] = Tensor();  // quick to compute again
   for (auto name : READ_BY_BACKWARD) saved[saved_as(name)] = t[name];
   node->save(saved);

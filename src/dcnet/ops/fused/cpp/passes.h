@@ -120,7 +120,7 @@ inline std::pair<SavedTensors, Tensor> forward(
         x, saved[UNIT], {}, plan.stride, plan.padding, plan.dilation, /*transposed=*/false, plan.zeros, plan.groups);
     saved[DOT] = memory.put(F_DOT, ordered(dot, plan.out_stride));
   }
-  saved[OUT] = memory.put(F_OUT, keep ? at::empty_like(saved[DOT]) : saved[DOT]);
+  saved[OUT] = memory.put(F_OUT, keep && !plan.recovers ? at::empty_like(saved[DOT]) : saved[DOT]);
   if (t[RESIDUAL].defined()) memory.put(RESIDUAL, ordered(t[RESIDUAL], plan.out_stride));
   memory.run(epilogue, {effects.momentum, effects.mean_momentum});
   return {std::move(saved), std::move(left)};

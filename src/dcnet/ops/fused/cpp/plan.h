@@ -123,6 +123,7 @@ class Plan {
       : stride(sizes(numbers["stride"])), padding(sizes(numbers["padding"])), dilation(sizes(numbers["dilation"])),
         zeros(stride.size(), 0), groups(number(numbers["groups"])), of_batch(numbers["of_batch"].cast<bool>()),
         activates(numbers["activates"].cast<bool>()), depthwise(numbers["depthwise"].cast<bool>()),
+        recovers(numbers["recovers"].cast<bool>()),
         maps(number(numbers["maps"])), vectors(number(numbers["vectors"])), norms(sizes(numbers["norms"])),
         scratch(number(numbers["scratch"])), left(sizes(numbers["left"])), out(sizes(numbers["out"])),
         out_stride(sizes(numbers["out_stride"])), positions(sizes(numbers["positions"])),
@@ -166,8 +167,9 @@ class Plan {
 
   const Sizes stride, padding, dilation, zeros;
   const int64_t groups;
-  // whether E{‖x‖} of this batch is used; whether an activation follows; whether the kernels compute the dot product
-  const bool of_batch, activates, depthwise;
+  // whether E{‖x‖} of this batch is used; whether an activation follows; whether the kernels compute the dot product;
+  // whether the output overwrites the dot product, and backward recovers that from it
+  const bool of_batch, activates, depthwise, recovers;
   const int64_t maps, vectors;
   const Sizes norms;
   const int64_t scratch;

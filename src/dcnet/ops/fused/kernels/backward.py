@@ -25,8 +25,8 @@ def backward(
     G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr,
     FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, REDUCE: tl.constexpr,
-    CENTERED: tl.constexpr, SUMS: tl.constexpr, NORM_SUMS: tl.constexpr, UNIT: tl.constexpr,
-    DEPTHWISE: tl.constexpr,
+    CENTERED: tl.constexpr, RECOVERS: tl.constexpr, SUMS: tl.constexpr, NORM_SUMS: tl.constexpr,
+    UNIT: tl.constexpr, DEPTHWISE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of `forward`; with REDUCE, only the sums that BatchNorm's gradient needs.
 
@@ -34,7 +34,8 @@ def backward(
 
     `norm` is given where BatchNorm follows; CENTERED: with this batch's statistics, which have a gradient themselves.
     e_energy is the gradient of the output's energy, ½·Σ of its squares; times the output it adds to the gradient of the
-    output. out_ptr is given where a residual was added.
+    output. out_ptr is given where a residual was added. RECOVERS: d_ptr holds the output, a ReLU's, instead of the dot
+    product; where it is 0 no gradient passes, elsewhere cos θ follows from it.
 
     There are SUMS rows of sums, in this order, without those not wanted: factor, gain, radius, bias, and the learned
     parameters, whose slopes are results number H_SLOPES and G_SLOPES of the formulas. With REDUCE the rows are e,
@@ -87,13 +88,17 @@ def backward(
         d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         e = tl.load(e_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
-        ratio = d * one_over_n
-        c = tl.minimum(tl.maximum(ratio, -1.0), 1.0)
         of_h = magnitude(H, n * t, rho, h_values, RADIUS)
+        if RECOVERS:
+            largest = of_h[0] * s + tl.zeros_like(d)  # what the operator gives for cos θ = 1
+            ratio = d * tl.where(largest != 0.0, 1.0 / largest, 0.0)
+        else:
+            ratio = d * one_over_n
+        c = tl.minimum(tl.maximum(ratio, -1.0), 1.0)
         of_g = G(c, *g_values)
         new = ()
 
-        if norm is not None:
+        if norm is not None or ACTIVATION > 0 or e_energy is not None:
             y = of_h[0] * of_g[0] * s
             if bias is not None:
                 y += vector(bias, ch, in_k, 0.0)
@@ -101,7 +106,11 @@ def backward(
                 out = tl.load(out_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
                 on = out > 0.0
             else:
-                z = y * scale + shift
+                z = y
+                if norm is not None:
+                    z = y * scale + shift
+                if RECOVERS:
+                    z = d
                 on = z > 0.0
             if e_energy is not None:
                 if out_ptr is None:
@@ -128,7 +137,8 @@ def backward(
                 if ACTIVATION == 2:
                     new = new + (total[2] + tl.where(on, 0.0, before * z),)
             else:
-                e = e * scale
+                if norm is not None:
+                    e = e * scale
                 if CENTERED:  # scale·(e − mean(e) − ŷ·mean(e·ŷ)), as a line in y
                     e = e - (constant + along * y)
                 e = tl.where(inside, e, 0.0)
