@@ -550,6 +550,72 @@ def test_nothing_is_read_before_it_is_written(native):
         torch.use_deterministic_algorithms(False)
 
 
+GRAPHS = {
+    "a layer": lambda: conv(4, 4, 3, bias=True, angular="sigmoid:k=learned"),
+    "separate": lambda: conv(4, 4, 3, weighting="separate"),
+    "blocks": lambda: Chain(Block(conv(4, 8, 3), nn.BatchNorm2d(8)), Block(conv(8, 8, 1), nn.BatchNorm2d(8), "prelu")),
+    "without BatchNorm": lambda: Chain(Block(conv(4, 8, 3)), Block(conv(8, 8, 1, groups=2), None, "silu")),
+    "depthwise": lambda: Block(conv(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4)),
+    "cumulative": lambda: Block(conv(4, 4, 3, momentum=None), nn.BatchNorm2d(4)),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS)
+def test_operators_of_a_compiled_graph(native, make, grad):
+    """C++ runs them from the second step on, with the bits of Python."""
+
+    def compiled():
+        torch.compiler.reset()
+        net = make()
+        net.compile(backend="aot_eager", fullgraph=True)
+        return net
+
+    x = image(2, 4, 5, 4, last=True, grad=grad)
+    expected = in_python(lambda: steps(compiled, x))
+    native.forget()
+    before = native.counts()
+    assert_same_bits(steps(compiled, x), expected)
+    after = native.counts()
+    layers = 0 if make is GRAPHS["separate"] else len(list(make().children())) if isinstance(make(), Chain) else 1
+    assert after["forward"] - before["forward"] == 2 * layers
+    assert after["backward"] - before["backward"] == 2 * layers
+
+
+def test_inference_of_a_compiled_graph(native):
+    block = Block(conv(4, 8, 3), nn.BatchNorm2d(8)).eval()
+    x = image(2, 4, 5, 4, last=True, grad=False)
+    with torch.no_grad():
+        expected = block(x)
+        torch.compiler.reset()
+        block.compile(backend="aot_eager", fullgraph=True)
+        before = native.counts()["forward"]
+        for _ in range(3):
+            assert torch.equal(block(x), expected)
+    assert native.counts()["forward"] - before == 2
+
+
+def test_a_graph_sees_another_formula_of_the_same_name(native, catalogue):
+    @dcnet.magnitude
+    def scaled(n):
+        """‖x‖"""
+        return n, 1.0
+
+    layer = conv(4, 4, 3, magnitude="scaled")
+    torch.compiler.reset()
+    layer.compile(backend="aot_eager", fullgraph=True)
+    x = image(2, 4, 5, 4, grad=False)
+    with torch.no_grad():
+        ones = [layer(x) for _ in range(3)][-1]
+
+        @dcnet.magnitude(replace=True)
+        def scaled(n):
+            """2·‖x‖"""
+            return 2.0 * n, 2.0
+
+        assert torch.equal(layer(x), 2.0 * ones)
+
+
 def test_a_compiled_graph_stays_as_it_is(native):
     """It is not compiled again when C++ gets ready."""
     layer = conv(4, 4, 3)

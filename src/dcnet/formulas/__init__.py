@@ -17,7 +17,7 @@ from dcnet.formulas.catalogue import (
     positive,
 )
 from dcnet.formulas.numbers import parse_number
-from dcnet.formulas.registration import angular, magnitude
+from dcnet.formulas.registration import angular, magnitude, on_replacement
 
 __all__ = [
     "LEARNED",
@@ -33,6 +33,7 @@ __all__ = [
     "m",
     "magnitude",
     "magnitudes",
+    "on_replacement",
     "parse_number",
     "positive",
 ]

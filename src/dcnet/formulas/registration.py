@@ -89,7 +89,18 @@ def _register(kind: str, function: Any, bounded: bool, replace: bool) -> Any:
             "replace=True"
         )
     CATALOGUES[kind][formula.name] = formula
+    if known is not None:
+        for listener in _LISTENERS:
+            listener()
     return function
+
+
+_LISTENERS: list[Callable[[], None]] = []
+
+
+def on_replacement(listener: Callable[[], None]) -> None:
+    """Call a function whenever a formula takes the place of another: for those who know formulas by name."""
+    _LISTENERS.append(listener)
 
 
 def _parameters(kind: str, function: Callable[..., Any]) -> dict[str, Parameter]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dcnet.formulas import on_replacement
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import Regions
 from dcnet.ops.fused.native import Launches
@@ -35,7 +36,7 @@ from dcnet.util.cache import SWITCH, native_code
 from dcnet.util.compat import kernel_launch_address
 from dcnet.util.cpp import build_cpp_module
 
-_SOURCES = ("launch.h", "cpp/plan.h", "cpp/passes.h", "cpp/node.h", "cpp/module.cpp")
+_SOURCES = ("launch.h", "cpp/plan.h", "cpp/passes.h", "cpp/node.h", "cpp/graph.h", "cpp/module.cpp")
 # The slots that cpp/plan.h numbers after the operands, in its order
 _FORWARD = ("batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out")
 _BACKWARD = (
@@ -50,6 +51,7 @@ class Host:
     def __init__(self) -> None:
         self.module: Any = None
         self.launch_from_python = False
+        self.in_graph: Sequence[Callable[..., Any]] = ()  # the operators of graphs in Python, given by library.py
         self._thread: Thread | None = None
         self._failed: Exception | None = None
 
@@ -84,7 +86,9 @@ class Host:
         )
         ahead = [FORWARD.index(name) for name in (*Operands._fields, *_FORWARD)]
         back = [BACKWARD.index(name) for name in (*READ_BY_BACKWARD, *_BACKWARD)]
-        module.use(launch_address, Operands._fields, self._epilogue, self._backward, gradients_of_saved, ahead, back)
+        functions = self._epilogue, self._backward, gradients_of_saved, self.in_graph
+        module.use(launch_address, Operands._fields, *functions, ahead, back)
+        on_replacement(module.forget)  # a graph's operators know formulas by name
         self.module = module
 
     def learn(self, plan: Plan, t: Operands, o: Options) -> None:
@@ -94,6 +98,14 @@ class Host:
         ahead = self._kernels(plan.ahead)
         if ahead is not None:
             self.module.learn(o, t, plan, {"ahead": ahead, **_numbers(plan)})
+
+    def learn_in_graph(self, plan: Plan, t: Operands, arguments: Sequence[Any], backward: bool) -> None:
+        """Let C++ run the calls of a graph's operator that are like this one; arguments: the options, spelled out."""
+        if self.ready(t.x) is None or not _is_usual(plan):
+            return
+        ahead = b"" if backward else self._kernels(plan.ahead)
+        if ahead is not None:
+            self.module.learn_in_graph(backward, *arguments, t, plan, {"ahead": ahead, **_numbers(plan)})
 
     def _kernels(self, launches: Launches) -> bytes | Callable[..., None] | None:
         """Return the kernels as C++ runs them, None where they are not packed (yet)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
+from dcnet.ops.fused.host import HOST
 from dcnet.ops.fused.layout import channels_last_strides, energy_maps, on_device
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import backward, forward
@@ -86,14 +87,18 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         None if running_norm is None else BatchMean(running_norm, mean_batches, mean_momentum, o.mean_kind == OF_RANKS)
     )
     with on_device(t.x):
-        out, left, kept = forward(plan_of(t, o), t, Effects(tracked, momentum, batches))
+        plan = plan_of(t, o)
+        out, left, kept = forward(plan, t, Effects(tracked, momentum, batches))
+        HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=False)
     return out, kept.vectors.new_empty(0) if left is None else left, *kept
 
 
 def _inference(*arguments: Any) -> tuple[Tensor, Tensor]:
     t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
-        out, left, kept = forward(plan_of(t, o), t, NO_EFFECTS, keep=False)
+        plan = plan_of(t, o)
+        out, left, kept = forward(plan, t, NO_EFFECTS, keep=False)
+        HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=False)
     return out, kept.vectors.new_empty(0) if left is None else left
 
 
@@ -120,7 +125,9 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
-        gradients = backward(plan_of(t, o, kept.dot), e, of_left, t, kept, out, want_x, want_weight, add=False)
+        plan = plan_of(t, o, kept.dot)
+        gradients = backward(plan, e, of_left, t, kept, out, want_x, want_weight, add=False)
+        HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=True)
     single = {"products", "mean"}  # float32, whatever the dtype of the gradient
     found = zip(Gradients._fields, gradients, strict=True)
     return tuple(
@@ -218,6 +225,7 @@ _register(
     _backward_fake,
 )
 _LIBRARY.impl("decoupled", _with_gradient, "Autograd")
+HOST.in_graph = _forward, _inference, _backward  # C++ runs the three, and calls these for what it does not know
 
 
 # -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer --------------------------

@@ -1,6 +1,6 @@
 // The Python module `dcnet_host`. `host.py` builds it, gives it plans, and calls `run` for every layer.
 
-#include "node.h"
+#include "graph.h"
 
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -21,30 +21,13 @@ bool read(PyObject* object, Tensor& tensor, bool any_order = false) {
   return aligned(tensor) && (any_order || tensor.is_contiguous());
 }
 
-// Return what a plan is found by, as `plan_of` does: options, which are one object for all that are equal; the sizes
-// and memory orders of x and the weight; the number of maps that hold the energy; dtypes and devices.
+// Return what a plan is found by, as `plan_of` does: options, which are one object for all that are equal, and the kinds
+// of operands.
 std::string key_of(PyObject* options, const Operands& t) {
   std::string key;
   key.reserve(512);
-  auto add = [&key](const void* data, size_t size) { key.append(static_cast<const char*>(data), size); };
-  add(&options, sizeof options);
-  for (auto& tensor : {t[X], t[WEIGHT]}) {
-    int64_t dims = tensor.dim();
-    add(&dims, sizeof dims);
-    add(tensor.sizes().data(), dims * sizeof(int64_t));
-    add(tensor.strides().data(), dims * sizeof(int64_t));
-  }
-  int64_t maps = t[ENERGY].defined() ? t[ENERGY].size(0) : 0;
-  add(&maps, sizeof maps);
-  for (auto& tensor : t) {
-    int16_t kind[3] = {-1, -1, -1};
-    if (tensor.defined()) {
-      kind[0] = static_cast<int16_t>(tensor.scalar_type());
-      kind[1] = static_cast<int16_t>(tensor.device().type());
-      kind[2] = tensor.device().index();
-    }
-    add(kind, sizeof kind);
-  }
+  key.append(reinterpret_cast<const char*>(&options), sizeof options);
+  add_kinds(key, t);
   return key;
 }
 
@@ -108,6 +91,11 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+void forget() {
+  plans.clear();
+  graph_plans.clear();
+}
+
 // Keep a plan for operands like these.
 void learn(py::object options, py::object operands, py::object plan, const py::dict& numbers) {
   Operands t;
@@ -118,8 +106,20 @@ void learn(py::object options, py::object operands, py::object plan, const py::d
   plans.emplace(std::move(key), std::make_shared<Plan>(std::move(plan), std::move(options), numbers));
 }
 
+// Keep a plan for a compiled graph's operator, forward or backward; options: as `as_arguments` spells them.
+void learn_in_graph(bool backward, const std::string& options, double eps, double norm_eps, py::object operands,
+                    py::object plan, const py::dict& numbers) {
+  Operands t;
+  if (!read_operands(operands.ptr(), t)) return;
+  std::string key = graph_key(backward, options, eps, norm_eps, t);
+  if (graph_plans.count(key)) return;
+  if (graph_plans.size() >= MOST_PLANS) graph_plans.clear();
+  graph_plans.emplace(std::move(key), std::make_shared<Plan>(std::move(plan), py::none(), numbers));
+}
+
 void use(uint64_t launch_address, const std::vector<std::string>& operands, py::object epilogue, py::object backward,
-         py::object in_python, std::vector<size_t> forward_slots, std::vector<size_t> backward_slots) {
+         py::object in_python, std::vector<py::object> in_graph, std::vector<size_t> forward_slots,
+         std::vector<size_t> backward_slots) {
   if (operands != std::vector<std::string>(OPERAND_NAMES.begin(), OPERAND_NAMES.end()))
     throw py::value_error("the operands are not those that cpp/plan.h knows");
   for (auto* slots : {&forward_slots, &backward_slots})
@@ -127,13 +127,15 @@ void use(uint64_t launch_address, const std::vector<std::string>& operands, py::
       if (slot >= SLOTS) throw py::value_error("a call has more slots than cpp/plan.h knows");
   launch_kernel = reinterpret_cast<Launch>(launch_address);
   given = new Given{Held(std::move(epilogue)), Held(std::move(backward)), Held(std::move(in_python)),
+                    Held(in_graph.at(0)), Held(in_graph.at(1)), Held(in_graph.at(2)),
                     std::move(forward_slots), std::move(backward_slots)};
-  plans.clear();
+  forget();
+  register_in_graph();
 }
 
 py::dict counts() {
   py::dict found;
-  found["plans"] = plans.size();
+  found["plans"] = plans.size() + graph_plans.size();
   found["forward"] = forwards.load();
   found["backward"] = backwards.load();
   found["backward in Python"] = backwards_in_python.load();
@@ -150,7 +152,8 @@ PyMethodDef functions[] = {
 PYBIND11_MODULE(dcnet_host, module) {
   module.def("use", &dcnet::use, "Take cuLaunchKernel's address, functions of host.py, the slots of a call's memory.");
   module.def("learn", &dcnet::learn, "Keep a plan, so that `run` finds it.");
-  module.def("forget", [] { dcnet::plans.clear(); }, "Forget all plans.");
+  module.def("learn_in_graph", &dcnet::learn_in_graph, "Keep a plan for an operator of compiled graphs.");
+  module.def("forget", &dcnet::forget, "Forget all plans.");
   module.def("counts", &dcnet::counts, "Return how many plans are known, and how often C++ has run.");
   if (PyModule_AddFunctions(module.ptr(), dcnet::functions) != 0) throw pybind11::error_already_set();
 }

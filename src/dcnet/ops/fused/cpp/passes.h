@@ -126,24 +126,28 @@ inline std::pair<SavedTensors, Tensor> forward(
   return {std::move(saved), std::move(left)};
 }
 
-// Return the gradients in the order of the operands; undefined where not wanted.
-inline std::vector<Tensor> backward(
-    const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor of_left,
-    const SavedTensors& saved, const std::array<bool, OPERANDS>& wanted) {
+// `Gradients` of operands.py; undefined where not wanted. The mean's is a part of a larger buffer.
+struct Gradients {
+  Tensor x, products, weight, vectors, mean, residual;
+};
+
+inline Gradients gradients(
+    const Plan& plan, const Backward& kernels, const BackwardKey& key, const Tensor& e, Tensor of_left,
+    const SavedTensors& saved) {
   BelowAutograd guard;
   const Tensor &x = saved[saved_as(X)], &weight = saved[saved_as(WEIGHT)];
   Tensor dot = saved[DOT], norms = saved[NORMS];
-  if (plan.depthwise) {  // not saved, but computed again
+  const bool again = !dot.defined();  // a depthwise layer's, not saved
+  if (again) {
     dot = at::empty_strided(plan.norms, plan.out_stride, x.options());
     norms = at::empty_like(dot, x.options().dtype(at::kFloat));
   }
-  if (!e.defined()) e = at::zeros_like(dot);
   if (of_left.defined() && of_left.strides().slice(1) != norms.strides())
     of_left = of_left.select(0, 0).contiguous();  // the energy is the sum of the maps, so all have the same gradient
 
   Memory memory(given->backward_slots, x);
   for (size_t i = 0; i < READ_BY_BACKWARD.size(); i++) memory.put(i, saved[saved_as(READ_BY_BACKWARD[i])]);
-  memory.put(B_E, ordered(e, plan.out_stride));
+  memory.put(B_E, e.defined() ? ordered(e, plan.out_stride) : at::zeros_like(dot));
   memory.put(B_OF_LEFT, of_left);
   if (key.behind) memory.put(B_OUT, saved[OUT]);
   memory.put(B_DOT, dot);
@@ -156,7 +160,7 @@ inline std::vector<Tensor> backward(
   const Tensor scratch = memory.floats(B_SCRATCH, kernels.scratch);
   const Tensor products = key.add ? Tensor() : memory.floats(B_PRODUCTS, plan.positions);
   const Tensor grad_weight = key.want_weight ? memory.put(B_GRAD_WEIGHT, at::empty_like(weight)) : Tensor();
-  memory.run(kernels.again);
+  if (again) memory.run(kernels.again);
   memory.run(kernels.epilogue);
 
   auto [grad_x, grad_unit, _] = at::convolution_backward(
@@ -167,22 +171,30 @@ inline std::vector<Tensor> backward(
   if (key.want_x) grad_x = memory.put(B_GRAD_X, ordered(grad_x, x.strides()));
   if (key.want_weight) memory.put(B_GRAD_UNIT, ordered(grad_unit, weight.strides()));
   memory.run(kernels.ends);
+  const Tensor of_mean = plan.of_mean.size ? scratch.narrow(0, plan.of_mean.start, plan.of_mean.size) : Tensor();
+  return {grad_x, products, grad_weight, of_vectors, of_mean, key.behind ? behind : e};
+}
 
+// Return the gradients in the order of the operands; undefined where not wanted.
+inline std::vector<Tensor> backward(
+    const Plan& plan, const Backward& kernels, const BackwardKey& key, const Tensor& e, const Tensor& of_left,
+    const SavedTensors& saved, const std::array<bool, OPERANDS>& wanted) {
+  const Gradients found = dcnet::gradients(plan, kernels, key, e, of_left, saved);
+  BelowAutograd guard;
   std::vector<Tensor> gradients(OPERANDS);
   for (auto name : {BIAS, RADIUS, LEARNED, GAMMA, BETA, SLOPE}) {
     if (!wanted[name]) continue;
-    gradients[name] = of_vectors.narrow(0, plan.gradients[name].start, plan.gradients[name].size);
+    gradients[name] = found.vectors.narrow(0, plan.gradients[name].start, plan.gradients[name].size);
     if (name == LEARNED) gradients[name] = gradients[name].view(saved[saved_as(LEARNED)].sizes());
   }
-  if (wanted[X]) gradients[X] = grad_x;
-  if (wanted[WEIGHT]) gradients[WEIGHT] = grad_weight;
-  if (wanted[MEAN_NORM] && plan.of_mean.size)
-    gradients[MEAN_NORM] = scratch.narrow(0, plan.of_mean.start, plan.of_mean.size).view({plan.groups, -1}).sum(1);
-  if (wanted[RESIDUAL]) gradients[RESIDUAL] = key.behind ? behind : e;
-  if (wanted[ENERGY] && products.defined()) {
-    Sizes sizes = products.sizes().vec();
+  if (wanted[X]) gradients[X] = found.x;
+  if (wanted[WEIGHT]) gradients[WEIGHT] = found.weight;
+  if (wanted[MEAN_NORM] && found.mean.defined()) gradients[MEAN_NORM] = found.mean.view({plan.groups, -1}).sum(1);
+  if (wanted[RESIDUAL]) gradients[RESIDUAL] = found.residual;
+  if (wanted[ENERGY] && found.products.defined()) {
+    Sizes sizes = found.products.sizes().vec();
     sizes.insert(sizes.begin(), plan.maps);
-    gradients[ENERGY] = products.expand(sizes);
+    gradients[ENERGY] = found.products.expand(sizes);
   }
   return gradients;
 }

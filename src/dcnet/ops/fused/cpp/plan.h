@@ -73,6 +73,7 @@ struct Given {
   Held epilogue;  // (plan, track, moves) -> the kernels of forward's epilogue, or None: not packed yet
   Held backward;  // (plan, *key) -> the epilogue's kernels, those that follow, and the size of the scratch; or None
   Held in_python;  // (plan, incoming, saved, wanted) -> the gradients, computed by op.py
+  Held graph_forward, graph_inference, graph_backward;  // the operators of library.py, in Python
   // The slots of a call's memory, in the order of the enums below; plan.py says where they are.
   std::vector<size_t> forward_slots, backward_slots;
 };
