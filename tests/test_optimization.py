@@ -191,6 +191,21 @@ def test_penalties():
         )
 
 
+@pytest.mark.parametrize("together", [1, 600, 2**22])
+def test_layers_alike_are_penalized_together(together, monkeypatch):
+    """Each by itself, or some of them in one product: the same penalty, and the same gradients."""
+    monkeypatch.setattr("dcnet.layers.penalties._TOGETHER", together)
+    alike = [dcnet.DecoupledConv2d(4, 6, 3, groups=2) for _ in range(5)]
+    net = nn.Sequential(*alike, dcnet.DecoupledConv2d(6, 4, 3), dcnet.DecoupledLinear(4, 6).double())
+    penalty = dcnet.orthogonal_penalty(net)
+    expected = sum(dcnet.orthogonal_penalty(layer) for layer in net)
+    torch.testing.assert_close(penalty, expected, check_dtype=False, rtol=1e-6, atol=0.0)
+    weights = [layer.weight for layer in net]
+    gradients = (torch.autograd.grad(one, weights) for one in (penalty, expected))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_orthogonal_kernels_have_no_penalty():
     layer = dcnet.DecoupledLinear(8, 4)
     nn.init.orthogonal_(layer.weight)

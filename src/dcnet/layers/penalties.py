@@ -55,13 +55,30 @@ def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tens
     }
     if not layers:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
-    penalties = []
+    alike: dict[Any, list[Tensor]] = {}
     for name, layer in layers.items():
         kernels = whole_kernels(name, layer).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
         # a product in bf16 would lose the small off-diagonal entries
-        with torch.autocast(kernels.device.type, enabled=False):
-            penalties.append(_off_target(kernels.to(compute_dtype(kernels)), keep_diagonal))
+        kernels = kernels.to(compute_dtype(kernels))
+        alike.setdefault((kernels.shape[1:], kernels.dtype, kernels.device), []).append(kernels)
+    penalties = []
+    for same in alike.values():
+        for some in _parts(same):
+            with torch.autocast(some[0].device.type, enabled=False):
+                penalties.append(_off_target(some[0] if len(some) == 1 else torch.cat(some), keep_diagonal))
     return torch.stack([penalty.to(penalties[0]) for penalty in penalties]).sum()
+
+
+def _parts(kernels: list[Tensor]) -> list[list[Tensor]]:
+    """Return the kernels of layers alike in parts whose products are computed together.
+
+    A deep network has many small products, each of which occupies a corner of a GPU; a part is copied, so it is small.
+    """
+    count = max(1, _TOGETHER // max(1, kernels[0].numel()))
+    return [kernels[i : i + count] for i in range(0, len(kernels), count)]
+
+
+_TOGETHER = 2**22  # elements
 
 
 def _off_target(kernels: Tensor, keep_diagonal: bool) -> Tensor:
