@@ -201,6 +201,8 @@ def test_layers_alike_are_penalized_together(together, monkeypatch):
     expected = sum(dcnet.orthogonal_penalty(layer) for layer in net)
     torch.testing.assert_close(penalty, expected, check_dtype=False, rtol=1e-6, atol=0.0)
     weights = [layer.weight for layer in net]
+    in_order = dcnet.orthogonal_penalty(copy.deepcopy(net).to(memory_format=torch.channels_last))
+    torch.testing.assert_close(in_order, penalty, check_dtype=False, rtol=1e-6, atol=0.0)
     gradients = (torch.autograd.grad(one, weights) for one in (penalty, expected))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

@@ -57,7 +57,10 @@ def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tens
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     alike: dict[Any, list[Tensor]] = {}
     for name, layer in layers.items():
-        kernels = whole_kernels(name, layer).flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
+        kernels = whole_kernels(name, layer)
+        if not kernels.is_contiguous():  # channels_last: products do not depend on the order, and a copy is saved
+            kernels = kernels.movedim(1, -1)
+        kernels = kernels.flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
         # a product in bf16 would lose the small off-diagonal entries
         kernels = kernels.to(compute_dtype(kernels))
         alike.setdefault((kernels.shape[1:], kernels.dtype, kernels.device), []).append(kernels)
