@@ -17,7 +17,7 @@ from dcnet.ops.fused.kernels.common import (
 from dcnet.ops.fused.kernels.statistics import normalization_gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])  # fewer variants to compile; UNIT says what counts
 def backward(
     d_ptr, n_ptr, e_ptr, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain, mean,
     norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P,

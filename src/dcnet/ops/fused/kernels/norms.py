@@ -6,6 +6,9 @@ Maps have three spatial dimensions here; a missing dimension has size 1.
 import triton
 import triton.language as tl
 
+# Numbers of which Triton need not know whether they are 1 or divisible by 16: fewer variants to compile
+_ANY = ("maps", "rows", "total", "IH", "IW", "OH", "OW", "PH", "PW")
+
 
 @triton.jit
 def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, unit_k, unit_i, BLOCK: tl.constexpr):
@@ -71,7 +74,7 @@ def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr
     tl.store(q_ptr + (b * groups + g).to(tl.int64) * P + start + p, 0.5 * total, mask=in_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def box(
     n_ptr, q_ptr, sums_ptr, eps, maps, rows, groups, total, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH,
     DW,
@@ -112,7 +115,7 @@ def box(
         tl.store(sums_ptr + g * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, n, 0.0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[name for name in _ANY if name != "maps"])
 def box_backward(
     n_ptr, e_ptr, e_mean, t_ptr, share, groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH,
     DW,
