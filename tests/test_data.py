@@ -356,3 +356,32 @@ def test_cutout():
     assert torch.equal(torch.cat(halves), cut)
     with pytest.raises(ValueError, match="cutout=13 does not go with images of"):
         Resident(data, CPU, augment="crop+flip+cutout", cutout=13)
+
+
+def test_cutmix():
+    """Some batches get a rectangle of another image each, and labels by area; the same for any number of ranks."""
+    data = squares()
+    plain, mixed = (
+        list(Resident(data, CPU, 5, augment, 2).train_batches(0, 0, 3)) for augment in ("crop+flip", "crop+flip+cutmix")
+    )
+    areas = []
+    for (before, labels), (after, shares) in zip(plain, mixed, strict=True):
+        targets = torch.nn.functional.one_hot(labels, 10).float()
+        new = (before != after).any(0).any(0)
+        if not new.any():
+            assert torch.equal(shares, targets)
+            continue
+        box = tuple(slice(int(at[0]), int(at[-1]) + 1) for at in (new.any(1).nonzero(), new.any(0).nonzero()))
+        areas.append(after[0, 0, *box].numel() / 144)
+        outside = after.clone()
+        outside[:, :, *box] = before[:, :, *box]
+        assert torch.equal(outside, before)
+        for image, share, target in zip(after, shares, targets, strict=True):
+            (other,) = (i for i in range(3) if torch.equal(image[:, *box], before[i][:, *box]))
+            torch.testing.assert_close(share, (1.0 - areas[-1]) * target + areas[-1] * targets[other])
+    assert 2 <= len(areas) < len(plain)
+    assert len(set(areas)) > 1
+    halves = [list(Resident(data, CPU, 5, "crop+flip+cutmix", 2).train_batches(0, 0, 3, rank, 2)) for rank in (0, 1)]
+    for (whole, shares), *parts in zip(mixed, *halves, strict=True):
+        assert torch.equal(torch.cat([images for images, _ in parts]), whole)
+        assert torch.equal(torch.cat([labels for _, labels in parts]), shares)

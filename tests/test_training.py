@@ -22,6 +22,7 @@ from dcnet.data.folder import ImageFolder
 from dcnet.training import Interrupted, NonFiniteLoss, run_folders, state, trainer
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
 from dcnet.training.graph import uses_graphs
+from dcnet.training.loss import classification_loss
 from dcnet.training.optimizer import make_optimizer
 from dcnet.training.ranks import Ranks
 
@@ -409,6 +410,30 @@ def test_what_decays():
     assert "units.5.shortcut.conv.weight" in twin
     assert "units.5.shortcut.conv.weight" not in decaying(decay_shortcuts=False)
     assert "units.5.shortcut.norm.weight" in decaying(decay_shortcuts=False)
+    all_kernels = decaying(decay_unweighted=True)
+    assert "units.0.first.conv.weight" in all_kernels
+    assert not [name for name in all_kernels if "raw_" in name]
+    with pytest.raises(ValueError, match="decay_unweighted=True is for unweighted decoupled kernels"):
+        decaying(magnitude=None, decay_unweighted=True)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "floored"])
+def test_mixed_labels(loss):
+    """Shares of classes count as the labels they are shares of."""
+    recipe = dcnet.make_recipe(loss=loss, label_smoothing=0.1)
+    logits, labels, others = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1]), torch.tensor([3, 2, 2, 0, 1, 1])
+    one_hot = torch.nn.functional.one_hot
+    mixed = 0.7 * one_hot(labels, 4).float() + 0.3 * one_hot(others, 4).float()
+    expected = 0.7 * classification_loss(logits, labels, recipe) + 0.3 * classification_loss(logits, others, recipe)
+    torch.testing.assert_close(classification_loss(logits, mixed, recipe), expected)
+
+
+def test_cutmix_trains(tmp_path):
+    options = {"augment": "crop+flip+cutmix", "pad": 1, "steps": 25, "batch": 64, "accumulate": 2}
+    run = dcnet.train(dcnet.make_recipe(**options), tmp_path / "run", device="cpu", quiet=True)
+    assert math.isfinite(run.result["loss"])
+    with pytest.raises(ValueError, match="mixes labels, which adversarial='fgsm' has no use for"):
+        dcnet.make_recipe(augment="crop+flip+cutmix", adversarial="fgsm")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -151,14 +151,19 @@ class WeightProjection:
         self.steps, self.every, self.scale = state["steps"], state["every"], state["scale"]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float = 5e-4) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float = 5e-4, *, decay_unweighted: bool = False
+) -> list[dict[str, Any]]:
     """Return the parameters in two groups for an optimizer: what decays, and what must not.
 
-    Unweighted decoupled kernels must not decay (their norm does not matter), nor radii and learned parameters.
+    Radii and learned parameters must not decay. Unweighted decoupled kernels do not decay either, as in the paper:
+    their norm does not enter the output. But it decides how far a step of the optimizer turns them, so that decay may
+    help where nothing else limits it, as with SGD and without weight projection.
 
     Args:
         model: any model.
         weight_decay: of the first group.
+        decay_unweighted: put unweighted decoupled kernels in the first group.
 
     Returns:
         Two dicts, as `torch.optim` takes them.
@@ -176,7 +181,7 @@ def parameter_groups(model: nn.Module, weight_decay: float = 5e-4) -> list[dict[
     exempt: set[nn.Parameter] = set()
     for layer in decoupled_layers(model).values():
         exempt |= {p for name, p in layer.named_parameters(recurse=False) if name.startswith("raw_")}
-        if layer.weighting is None:
+        if layer.weighting is None and not decay_unweighted:
             exempt |= {
                 layer.get_parameter(name)
                 for name in (["weight"] if layer._parameters.get("weight") is not None else _sources(layer))

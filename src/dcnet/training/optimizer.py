@@ -23,7 +23,7 @@ def make_optimizer(
     slopes = {block.slope for block in blocks if block.slope is not None}
     spared = slopes | (set() if recipe.decay_shortcuts else shortcuts) | (set() if recipe.decay_kernels else kernels)
     groups = []
-    for group in parameter_groups(model, recipe.weight_decay):
+    for group in parameter_groups(model, recipe.weight_decay, decay_unweighted=recipe.decay_unweighted):
         groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
     groups.append({"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0})
     groups = [group for group in groups if group["params"]]

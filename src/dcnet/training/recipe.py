@@ -96,7 +96,9 @@ class Recipe:
     steps: int | None = _option(None, "Steps of the optimizer, instead of epochs.", low=1)
     batch: int = _option(128, "Images a step, over all devices.", low=1)
     accumulate: int = _option(1, "Parts of a device's batch, gradients of which are added up.", low=1)
-    augment: str = _option("none", "Augmentation: none, crop, flip, crop+flip or crop+flip+cutout.", *AUGMENTATIONS)
+    augment: str = _option(
+        "none", "Augmentation: none, crop, flip, crop+flip, crop+flip+cutout or crop+flip+cutmix.", *AUGMENTATIONS
+    )
     pad: int = _option(4, "Pixels of mirrored padding that crops come from.", low=0)
     cutout: int = _option(8, "Side of the square that cutout hides, in pixels.", low=1)
     label_smoothing: float = _option(0.0, "Share of the target spread over all classes.", low=0, below=1)
@@ -112,9 +114,17 @@ class Recipe:
     momentum: float = _option(0.9, "Momentum of SGD.", low=0, below=1)
     nesterov: bool = _option(False, "Nesterov's momentum.")
     weight_decay: float = _option(
-        0.0, "ℓ2 on all but unweighted decoupled kernels, radii and learned parameters.", low=0, below=1e100
+        0.0,
+        "ℓ2 on all but radii, learned parameters and (see decay_unweighted) unweighted decoupled kernels.",
+        low=0,
+        below=1e100,
     )
     decay_kernels: bool = _option(True, "Whether ordinary convolutions, such as the plain network's, decay.")
+    decay_unweighted: bool = _option(
+        False,
+        "Whether unweighted decoupled kernels decay too. Their length does not enter the output, but the shorter a "
+        "kernel, the farther a step turns it.",
+    )
     decay_shortcuts: bool = _option(True, "Whether the shortcuts of residual networks decay.")
     schedule: str = _option(
         "constant", "Learning rate: constant, step, plateau or onecycle.", "constant", "step", "plateau", "onecycle"

@@ -22,6 +22,12 @@ def check_together(recipe: "Recipe") -> None:
         ),
         ("schedule", recipe.schedule == "step" and not recipe.milestones, "needs milestones"),
         ("plain_kernels", recipe.plain_kernels == "projected" and not recipe.projection, "needs projection > 0"),
+        (
+            "augment",
+            "cutmix" in recipe.augment and recipe.adversarial != "none",
+            f"mixes labels, which adversarial={recipe.adversarial!r} has no use for",
+        ),
+        ("decay_unweighted", (plain or weighted) and recipe.decay_unweighted, "is for unweighted decoupled kernels"),
         ("nesterov", recipe.nesterov and recipe.optimizer != "sgd", "is for optimizer='sgd'"),
         ("where", plain and bool(recipe.where), decoupled),
         ("weighting", plain and weighted, decoupled),

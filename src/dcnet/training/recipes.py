@@ -66,7 +66,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "best-cifar": {
         "data": "cifar100",
         "model": "resnet32",
-        "augment": "crop+flip+cutout",
+        "augment": "crop+flip+cutmix",
         "optimizer": "sgd",
         "nesterov": True,
         "lr": 0.2,

@@ -127,7 +127,9 @@ class TrainingState:
                     loss = loss / size
             total += loss.detach()
             with torch.no_grad():
-                self.sums += torch.stack([loss.detach().double() * size, (logits.argmax(1) == their).sum().double()])
+                self.sums += torch.stack(
+                    [loss.detach().double() * size, (logits.argmax(1) == _likeliest(their)).sum().double()]
+                )
             if self.scaler.is_enabled():  # whose steps nothing else stops
                 loss = torch.where(self.bad_step >= 0, float("nan"), loss)
             if recipe.orthogonality and last:
@@ -264,6 +266,11 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     )  # its name before torch 2.13
     options: dict[str, Any] = {switch: False}
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
+
+
+def _likeliest(labels: Tensor) -> Tensor:
+    """Return the class of each image: where images are mixed, that of the larger share."""
+    return labels.argmax(1) if labels.dim() == 2 else labels
 
 
 class _Average:
