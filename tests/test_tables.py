@@ -416,3 +416,14 @@ def test_a_damaged_ledger_is_named(tmp_path):
     (tmp_path / "ledger.jsonl").write_text('{"cell": 3}\n')
     with pytest.raises(ValueError, match=r"ledger.jsonl, line 1, is not what `dcnet table` writes"):
         Ledger(tmp_path / "ledger.jsonl")
+
+
+def test_cells_in_another_arithmetic_are_named():
+    """A machine without a GPU plans float32; the cells that a GPU has measured are not passed over in silence."""
+    ledger = str(Path(__file__).parent.parent / "results" / "tables" / "ledger.jsonl")
+    listed = call("table", "cnn9", "--list", "--ledger", ledger, "--device", "cpu").output
+    assert re.search(r"cnn9: \d+ cells are done with --set precision=bf16", listed)
+    assert (
+        "are done with"
+        not in call("table", "cnn9", "--list", "--ledger", ledger, "--device", "cpu", "--set", "precision=bf16").output
+    )

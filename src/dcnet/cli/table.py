@@ -24,6 +24,7 @@ from dcnet.tables import (
     markdown,
     page,
     plan,
+    settings_of,
     under_torchrun,
 )
 from dcnet.training.recipe import hints
@@ -118,6 +119,7 @@ def table(
         plans = [plan(one, book, runs, which, _seeds(seeds), match, **settings) for one in chosen]
         if show:
             _show(plans, book)
+            _show_others(plans, book, which, settings)
             return
         seconds = _seconds(budget)
         options = {"data_root": data_root, "download": download, "device": device}
@@ -195,6 +197,20 @@ def _show(plans: list[Plan], ledger: Ledger) -> None:
         for task in plans[0].missing:
             begun = " (begun)" if (task.folder / "checkpoint.safetensors").is_file() else ""
             say(f"  missing  {task.title}{begun}")
+
+
+def _show_others(plans: list[Plan], ledger: Ledger, schedule: str, settings: dict[str, Any]) -> None:
+    """Say which cells are in the ledger in another arithmetic, under another schedule, or with other data."""
+    for one in plans:
+        first = one.table.recipe(one.table.cells[0], schedule, **settings)
+        for other, shown in settings_of(one.table, ledger, {}).items():
+            flags = f" --schedule {other.schedule}" * (other.schedule != schedule)
+            flags += f" --set precision={other.precision}" * (other.precision != first.precision)
+            given = "data" in settings or "data" not in one.table.cells[0].fields
+            flags += f" --data {other.data}" * (given and other.data != first.data)
+            if flags:
+                count = sum(bool(cell.ours) for cell in shown.values())
+                say(f"  {one.table.name}: {count} cells are done with{flags}")
 
 
 def marks(name: str) -> tuple[str, str]:

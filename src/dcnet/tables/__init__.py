@@ -3,7 +3,7 @@
 from dcnet.tables.ledger import Entry, Ledger
 from dcnet.tables.paper import TABLES, find_table
 from dcnet.tables.plan import Plan, Task, check_matches, costs, plan
-from dcnet.tables.render import markdown, page
+from dcnet.tables.render import markdown, page, settings_of
 from dcnet.tables.runner import Runner, under_torchrun
 from dcnet.tables.table import SCHEDULES, Cell, Table
 
@@ -23,5 +23,6 @@ __all__ = [
     "markdown",
     "page",
     "plan",
+    "settings_of",
     "under_torchrun",
 ]
