@@ -117,14 +117,58 @@ def test_what_lies_between_is_read():
         assert "its result is read by" in report.left["conv"]
 
 
+@pytest.mark.parametrize("example", [True, False], ids=["run", "traced"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS[:6], nn.ReLU(inplace=True)], ids=repr)
+def test_an_activation_alone(activation, example):
+    first, second = copy.deepcopy(activation), copy.deepcopy(activation)
+    model = nn.Sequential(nn.Conv2d(6, 8, 3), first, nn.Dropout(0.0), nn.Conv2d(8, 4, 3, bias=False), second)
+    net, reference = converted(model, example=example), converted(model, fuse=False)
+    assert [isinstance(module, Following) for module in net] == [False, True, False, False, True]
+    assert_same(net, reference)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 6, 8, 8)
+    torch.testing.assert_close(compiled(x), net(x))
+
+
+def test_an_activation_alone_that_gets_something_else():
+    """Nothing says so when the model is looked at in evaluation; in training it would be wrong."""
+
+    class Changes(nn.Module):
+        def __init__(self, again=False):
+            super().__init__()
+            self.conv, self.act, self.again = nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), again
+
+        def forward(self, x):
+            y = self.conv(x)
+            y = self.act(y - 1.0 if self.training else y)
+            return self.act(y) if self.again else y
+
+    for example in (torch.randn(2, 6, 8, 8), None):
+        net = Changes().eval()
+        dcnet.decouple_(net, example_input=torch.randn(2, 6, 8, 8))
+        unfuse_(net)
+        assert fuse_(net, example).fused == {"conv": ["act"]}
+        net(torch.randn(2, 6, 8, 8))
+        with pytest.raises(RuntimeError, match="conv has applied the activation behind it, but its result was changed"):
+            net.train()(torch.randn(2, 6, 8, 8))
+        twice = Changes(again=True).eval()
+        dcnet.decouple_(twice)
+        unfuse_(twice)
+        assert fuse_(twice, example).left == {"conv": "not with ReLU, which is called 2 times"}
+
+
 def test_other_followers_are_left():
-    net = nn.Sequential(nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Tanh())
+    first = nn.Conv2d(6, 8, 3), nn.LeakyReLU(), nn.Conv2d(8, 8, 3), nn.Tanh()
+    net = nn.Sequential(*first, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Tanh())
     dcnet.decouple_(net)
     unfuse_(net)
     report = fuse_(net)
-    assert report.left == {"0": "followed by ReLU, not by a BatchNorm"}
-    assert report.fused == {"2": ["3 (not with Tanh)"]}
-    assert str(report).splitlines()[0] == "1 fused, 1 left"
+    assert report.left == {
+        "0": "followed by LeakyReLU, which is fused behind a BatchNorm only",
+        "2": "followed by Tanh, not by a BatchNorm",
+    }
+    assert report.fused == {"4": ["5 (not with Tanh)"]}
+    assert str(report).splitlines()[0] == "1 fused, 2 left"
 
 
 def test_a_model_that_cannot_be_traced():

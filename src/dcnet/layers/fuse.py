@@ -1,6 +1,7 @@
-"""Find decoupled convolutions with a BatchNorm and an activation behind them, in any model, and fuse them in place."""
+"""Find decoupled convolutions with a BatchNorm or an activation behind them, in any model, and fuse them in place."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from dcnet.layers.fusion import (
 )
 from dcnet.layers.post_ops import FUSED_NORMS
 from dcnet.layers.running import Call, Made, run_once
+from dcnet.ops import ONLY
 
 
 @dataclass
@@ -39,11 +41,12 @@ class FuseReport:
 
 
 def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
-    """Let decoupled convolutions do the work of the BatchNorm and the activation behind them, in place.
+    """Let decoupled convolutions do the work of the BatchNorm or the activation behind them, in place.
 
     Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its
     result through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish,
-    LeakyReLU and PReLU, where nothing else reads what lies between. Results are the same, in fewer passes over memory.
+    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads what lies between. Results are the
+    same, in fewer passes over memory.
     A module that is replaced or hooked later computes for itself again. `unfuse_` takes it back.
 
     Args:
@@ -69,7 +72,7 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     if not wanted:
         return report
     try:
-        chains = _by_running(model, example_input) if example_input is not None else _by_tracing(model)
+        chains, calls = _by_running(model, example_input) if example_input is not None else _by_tracing(model)
     except Exception as error:
         if example_input is not None:
             raise
@@ -78,16 +81,17 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
         return report
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in wanted:
-        norm, activation, reason = _checked(chains.get(name, []), modules, counts)
-        if norm is None or name not in places:
+        norm, activation, reason = _checked(chains.get(name, []), modules, counts, calls)
+        followers = [one for one in (norm, activation) if one is not None]
+        if not followers or name not in places:
             report.left[name] = reason if name in places else "the model itself"
             continue
-        fusion = Fusion(name, places[name], places[norm], None if activation is None else places[activation])
-        _follow(modules[norm], fusion)
-        if activation is not None:
-            _follow(modules[activation], fusion)
+        behind = [None if one is None else places[one] for one in (norm, activation)]
+        fusion = Fusion(name, places[name], behind[0], behind[1])
+        for one in followers:
+            _follow(modules[one], fusion)
         wanted[name].fusion = fusion
-        report.fused[name] = [norm] if activation is None else [norm, activation]
+        report.fused[name] = followers
         if reason:
             report.fused[name][-1] += f" ({reason})"
     return report
@@ -137,16 +141,27 @@ _END = "!"
 
 
 def _checked(
-    chain: list[str], modules: dict[str, nn.Module], counts: Counter[nn.Module]
+    chain: list[str], modules: dict[str, nn.Module], counts: Counter[nn.Module], calls: Mapping[str, int]
 ) -> tuple[str | None, str | None, str]:
-    """Return the BatchNorm and the activation of a chain that can be fused, and why not more."""
+    """Return the BatchNorm and the activation of a chain that can be fused, and why not more.
+
+    counts: in how many places a module stands. calls: how often one is called, by name.
+    """
     followers = [name for name in chain if not name.startswith(_END) and type(modules[name]) is not nn.Identity]
     end = next((name[1:] for name in chain if name.startswith(_END)), "")
     if not followers:
         return None, None, end or "nothing follows"
     norm = modules[followers[0]]
     if type(norm) not in FUSED_NORMS and not is_timm_norm(norm):
-        return None, None, f"followed by {type(norm).__name__}, not by a BatchNorm"
+        found = activation_of(norm)
+        if found is None:
+            return None, None, f"followed by {type(norm).__name__}, not by a BatchNorm"
+        if found[0] not in ONLY:
+            return None, None, f"followed by {type(norm).__name__}, which is fused behind a BatchNorm only"
+        why = _why_not(norm, counts)
+        if calls[followers[0]] > 1:  # then it could not tell whether a result was changed on its way
+            why = f"not with {type(norm).__name__}, which is called {calls[followers[0]]} times"
+        return None, None if why else followers[0], why
     if counts[norm] > 1:
         return None, None, f"its {type(norm).__name__} stands in several places"
     if is_timm_norm(norm):
@@ -155,14 +170,19 @@ def _checked(
         return followers[0], None, ""
     if len(followers) == 1:
         return followers[0], None, ""
-    activation = modules[followers[1]]
+    why = _why_not(modules[followers[1]], counts)
+    return followers[0], None if why else followers[1], why
+
+
+def _why_not(activation: nn.Module, counts: Counter[nn.Module]) -> str:
+    """Return why an activation cannot be fused; nothing if it can."""
     found = activation_of(activation)
     if found is None or (fused_class(activation) is None and not isinstance(activation, Following)):
-        return followers[0], None, f"not with {type(activation).__name__}"
+        return f"not with {type(activation).__name__}"
     # a module that stands in several places can only be handed through where applying it twice changes nothing
     if found[0] not in IDEMPOTENT and counts[activation] > 1:
-        return followers[0], None, f"not with {type(activation).__name__}, which is shared"
-    return followers[0], followers[1], ""
+        return f"not with {type(activation).__name__}, which is shared"
+    return ""
 
 
 class _Tracer(fx.Tracer):
@@ -171,7 +191,7 @@ class _Tracer(fx.Tracer):
         return known or super().is_leaf_module(m, module_qualified_name)
 
 
-def _by_tracing(model: nn.Module) -> Chains:
+def _by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
     graph = _Tracer().trace(model)
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -196,7 +216,7 @@ def _by_tracing(model: nn.Module) -> Chains:
             if len(chain) > 4:
                 break
         chains[node.target] = chain
-    return chains
+    return chains, calls
 
 
 def _may_be_shared(module: nn.Module) -> bool:
@@ -210,7 +230,7 @@ def _end(readers: list[str]) -> str:
     return f"{_END}its result is read by {few or 'the caller'}"
 
 
-def _by_running(model: nn.Module, example_input: Any) -> Chains:
+def _by_running(model: nn.Module, example_input: Any) -> tuple[Chains, Mapping[str, int]]:
     """Run the model once, in evaluation, and see what becomes of every convolution's result."""
     flow, returned = run_once(model, example_input, model.modules())
     names = {module: name for name, module in model.named_modules()}
@@ -247,4 +267,4 @@ def _by_running(model: nn.Module, example_input: Any) -> Chains:
                 break
             current = output
         chains[name] = chain
-    return chains
+    return chains, {names[module]: count for module, count in calls.items()}

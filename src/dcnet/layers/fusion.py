@@ -1,4 +1,4 @@
-"""Let a decoupled convolution do the work of the BatchNorm and the activation after it, in a model we did not write.
+"""Let a decoupled convolution do the work of the BatchNorm or the activation after it, in a model we did not write.
 
 All modules stay where they are, with their parameters and state-dict keys. The convolution applies what follows it in
 its own pass, and the modules after it return its result unchanged. Before every call the convolution checks that this
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from dcnet.layers.post_ops import post_ops_of
-from dcnet.ops import PostOps
+from dcnet.ops import ONLY, PostOps
 from dcnet.util.compat import hooked
 
 # What computes the same when it is applied twice: one module may then stand behind several convolutions
@@ -64,7 +64,7 @@ class Fusion:
 
     name: str  # of the convolution
     conv: Place
-    norm: Place
+    norm: Place | None
     activation: Place | None = None
     norm_waits: bool = False  # whether the norm is to hand the next input through
     activation_waits: bool = False
@@ -74,7 +74,8 @@ class Fusion:
         """Return the convolution of x, finished if the modules behind it will hand it through."""
         fused = self._holds(conv)
         y = conv.decouple(x, self._post_ops() if fused else None)[0]
-        self.norm_waits, self.activation_waits = fused, fused and self.activation is not None
+        self.norm_waits = fused and self.norm is not None
+        self.activation_waits = fused and self.activation is not None
         if not torch.compiler.is_compiling():
             self.result = ref(y) if fused else None
         return y  # type: ignore[no-any-return]
@@ -86,7 +87,9 @@ class Fusion:
             return False
         if conv.explained_by:  # every module shows by itself what it does
             return False
-        for place in (self.norm,) if self.activation is None else (self.norm, self.activation):
+        for place in (self.norm, self.activation):
+            if place is None:
+                continue
             module = place.parent._modules.get(place.name)
             if not isinstance(module, Following) or self not in module.fusions:
                 return False
@@ -95,11 +98,14 @@ class Fusion:
         return True
 
     def _post_ops(self) -> PostOps:
-        norm = self.norm.module
-        inside = norm._modules.get("act")  # timm's BatchNormAct2d
+        norm = None if self.norm is None else self.norm.module
+        inside = None if norm is None else norm._modules.get("act")  # timm's BatchNormAct2d
         found = activation_of(inside if self.activation is None else self.activation.module)
         assert found is not None
         name, slope = found
+        if norm is None:
+            assert name is not None
+            return ONLY[name]
         if isinstance(slope, float):
             slope = norm.running_mean.new_full((1,), slope)  # type: ignore[operator]
         return post_ops_of(norm, None, name, slope)
@@ -107,11 +113,8 @@ class Fusion:
     def hands_norm_through(self, x: Tensor) -> bool:
         """Tell whether the norm has nothing to do for x; raise if x is not what the convolution returned."""
         waits, self.norm_waits = self.norm_waits, False
-        if waits and not torch.compiler.is_compiling() and not self._is_result(x):
-            raise RuntimeError(
-                f"{self.name} has applied the BatchNorm behind it, but its result was changed before it got there; "
-                "dcnet.unfuse_(model) takes the fusion back"
-            )
+        if waits and not torch.compiler.is_compiling():
+            self._check(x, "BatchNorm")
         return waits
 
     def hands_activation_through(self, x: Tensor, shared: bool) -> bool:
@@ -119,7 +122,16 @@ class Fusion:
         waits, self.activation_waits = self.activation_waits, False
         if torch.compiler.is_compiling():
             return waits and not shared
+        if waits and self.norm is None:
+            self._check(x, "activation")
         return self._is_result(x)
+
+    def _check(self, x: Tensor, applied: str) -> None:
+        if not self._is_result(x):
+            raise RuntimeError(
+                f"{self.name} has applied the {applied} behind it, but its result was changed before it got there; "
+                "dcnet.unfuse_(model) takes the fusion back"
+            )
 
     def _is_result(self, x: Tensor) -> bool:
         return self.result is not None and self.result() is x
