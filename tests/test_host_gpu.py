@@ -80,6 +80,26 @@ def test_same_bits(native, make, dtype, monkeypatch):
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_compiled_graphs(native, make):
+    """Operators of a graph run in C++ from the second step on, with the results of eager mode."""
+    expected = steps(make, torch.float32)
+
+    def compiled():
+        torch.compiler.reset()
+        net = make()
+        net.compile(dynamic=False)
+        return net
+
+    before = native.counts()
+    actual = steps(compiled, torch.float32)
+    after = native.counts()
+    assert after["forward"] > before["forward"]
+    assert after["backward"] > before["backward"]
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
 def test_side_streams_and_threads(native):
     """Backward runs in a thread of the autograd engine, on the stream of forward."""
     layer = conv(16, 16, 3, padding=1).to(DEVICE)

@@ -18,9 +18,9 @@ class Resident:
     """The batches of a data set in memory.
 
     augment: one of AUGMENTATIONS; crops are taken from images padded by their mirror image, cutout puts the mean color
-    in a square of `cutout` pixels a side, whose center may be anywhere (DeVries and Taylor, 2017). Cutmix puts a
-    rectangle of another image of the batch into every image of every second batch, of a share that is drawn evenly
-    from 0 to 1 (Yun et al., 2019).
+    in a square of `cutout` pixels a side, whose center may be anywhere (DeVries and Taylor, 2017). In about
+    every second batch, cutmix puts a rectangle of another image of the batch into every image, of a share that is drawn
+    evenly from 0 to 1 (Yun et al., 2019).
     """
 
     def __init__(
