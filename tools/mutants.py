@@ -520,8 +520,8 @@ MUTANTS = [
     Mutant(
         "depthwise: maps kept",
         "ops/fused/autograd.py",
-        "maps = (None, None) if plan.depthwise else kept[:2]",
-        "maps = kept[:2]",
+        "norms = None if plan.depthwise else kept.norms",
+        "norms = kept.norms",
         "test_fused_depthwise.py",
     ),
     Mutant(
@@ -580,6 +580,55 @@ MUTANTS = [
         "in_p, other=0.0)[:, None] * 0.0",
         "test_chain.py",
     ),
+    Mutant(
+        "recovered: the dot product taken for the output",
+        "ops/fused/kernels/backward.py",
+        "ratio = d * tl.where(largest != 0.0, 1.0 / largest, 0.0)",
+        "ratio = d * one_over_n",
+        "test_fused.py",
+    ),
+    Mutant(
+        "recovered: with a bias too",
+        "ops/fused/api.py",
+        "post_ops.is_relu and inputs.bias is None and operator.is_cosine",
+        "post_ops.is_relu and operator.is_cosine",
+        "test_fused.py",
+    ),
+    Mutant(
+        "recovered: for every angular function",
+        "ops/fused/api.py",
+        "inputs.bias is None and operator.is_cosine and not compiling",
+        "inputs.bias is None and not compiling",
+        "test_fused.py",
+    ),
+    Mutant(
+        "graph in C++: forward's and backward's plans mixed up",
+        "ops/fused/cpp/graph.h",
+        'std::string key(backward ? "backward" : "forward");',
+        "std::string key;",
+        "test_host.py",
+    ),
+    Mutant(
+        "graph in C++: a replaced formula kept",
+        "ops/fused/host.py",
+        "on_replacement(module.forget)",
+        "on_replacement(lambda: None)",
+        "test_host.py",
+    ),
+    Mutant(
+        "cutmix: labels by the wrong share",
+        "data/resident.py",
+        "/ self.size**2",
+        "/ self.size",
+        "test_data.py",
+    ),
+    Mutant(
+        "fuse: a changed result behind an activation",
+        "layers/fusion.py",
+        "if waits and self.norm is None:",
+        "if False:",
+        "test_fuse.py",
+    ),
     Mutant("chain: added before and after", "ops/fused/host.py", "add=plan.maps == 0", "add=True", "test_chain.py"),
     Mutant(
         "chain: the sum behind a residual forgotten",
@@ -605,8 +654,8 @@ MUTANTS = [
     Mutant(
         "data: shifts drawn for each rank",
         "data/resident.py",
-        "shifts[mine]",
-        "shifts[: mine.stop - mine.start]",
+        "numbers[positions] for numbers",
+        "numbers[: len(picks)] for numbers",
         "test_data.py",
     ),
     Mutant(
