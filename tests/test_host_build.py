@@ -93,6 +93,33 @@ def pointers(launcher, values):
 
 
 @in_the_interpreter
+def test_maps_are_freed_before_the_convolution(driver, monkeypatch):
+    """Incoming gradient and dot product, as between the nodes of a plain network: the peak is not a map higher."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from in_turns import held_and_peak
+
+    class Residual(torch.nn.Module):
+        def __init__(self, conv):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([dcnet.Block(conv(), torch.nn.BatchNorm2d(16)) for _ in range(2)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, x)
+            return x
+
+    nets = {
+        "plain": Residual(lambda: torch.nn.Conv2d(16, 16, 1, bias=False)),
+        "ours": Residual(lambda: dcnet.DecoupledConv2d(16, 16, 1, impl="fused")),
+    }
+    for _ in range(2):
+        nets["ours"](torch.randn(2, 16, 32, 32, requires_grad=True)).sum().backward()
+    peaks = {name: held_and_peak(net, (2, 16, 32, 32))[1] for name, net in nets.items()}
+    assert HOST.module.counts()["backward"] > 0
+    assert peaks["ours"] < peaks["plain"] + 0.5 * 2 * 16 * 32**2 * 4 / 2**20
+
+
+@in_the_interpreter
 def test_launches(driver):
     """Every kernel of a step gets the addresses of this step's tensors, and the floats."""
     net, x = block()

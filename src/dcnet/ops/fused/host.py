@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -48,10 +48,11 @@ _BACKWARD = (
 class Host:
     """The module in C++, once it is there; `launch_from_python` is for tests and for debugging without a GPU."""
 
+    in_graph: ClassVar[Sequence[Callable[..., Any]]] = ()  # the operators of graphs in Python, given by library.py
+
     def __init__(self) -> None:
         self.module: Any = None
         self.launch_from_python = False
-        self.in_graph: Sequence[Callable[..., Any]] = ()  # the operators of graphs in Python, given by library.py
         self._thread: Thread | None = None
         self._failed: Exception | None = None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
-from dcnet.ops.fused.host import HOST
+from dcnet.ops.fused.host import HOST, Host
 from dcnet.ops.fused.layout import channels_last_strides, energy_maps, on_device
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import backward, forward
@@ -225,7 +225,7 @@ _register(
     _backward_fake,
 )
 _LIBRARY.impl("decoupled", _with_gradient, "Autograd")
-HOST.in_graph = _forward, _inference, _backward  # C++ runs the three, and calls these for what it does not know
+Host.in_graph = _forward, _inference, _backward  # C++ runs the three, and calls these for what it does not know
 
 
 # -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer --------------------------

@@ -162,15 +162,15 @@ inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   backwards++;
   c10::OptionalDeviceGuard device(at::device_of(t[X]));
   for (size_t i = 0; i < OPERANDS; i++) saved[saved_as(static_cast<Operand>(i))] = t[i];
-  Gradients found = gradients(*plan, *kernels, key, e, of_left, saved);
+  const auto floats = saved[VECTORS].options(), maps = e.options();
+  Gradients found = gradients(*plan, *kernels, key, e, of_left, saved, /*keep_e=*/false);
   if (found.mean.defined()) found.mean = found.mean.clone();  // it is a part of a large buffer
-  auto there = [](const Tensor& gradient, const Tensor& like) {  // operators return no None
-    return gradient.defined() ? gradient : at::empty({0}, like.options());
+  auto there = [](const Tensor& gradient, const at::TensorOptions& options) {  // operators return no None
+    return gradient.defined() ? gradient : at::empty({0}, options);
   };
   torch::jit::drop(*stack, count);
-  torch::jit::push(*stack, there(found.x, e), there(found.products, saved[VECTORS]), there(found.weight, e));
-  torch::jit::push(*stack, found.vectors, there(found.mean, saved[VECTORS]),
-                   there(key.behind ? found.residual : Tensor(), e));
+  torch::jit::push(*stack, there(found.x, maps), there(found.products, floats), there(found.weight, maps));
+  torch::jit::push(*stack, found.vectors, there(found.mean, floats), there(found.residual, maps));
 }
 
 // Run library.py's operators here from now on. Python's own implementations stay, for other devices.

@@ -28,6 +28,9 @@ struct DecoupledBackward : torch::autograd::Node {
     for (size_t i = 0; i < SAVED; i++) saved[i] = torch::autograd::SavedVariable(tensors[i], /*is_output=*/i == OUT);
   }
 
+  // The engine says so before `apply` if nobody will need the saved tensors again.
+  void will_release_variables() override { last_ = true; }
+
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& one : saved) one.reset_data();
@@ -38,11 +41,12 @@ struct DecoupledBackward : torch::autograd::Node {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < SAVED; i++) tensors[i] = saved[i].unpack(i == OUT ? getptr() : decltype(getptr())());
+      if (last_) saved[DOT].reset_data();  // `gradients` lets go of it halfway
     }
     if (plan->recovers) std::swap(tensors[DOT], tensors[OUT]);
     std::array<bool, OPERANDS> wanted;
     for (size_t i = 0; i < OPERANDS; i++) wanted[i] = task_should_compute_output(i);
-    Tensor e = incoming[0], of_left = incoming.size() > 1 ? incoming[1] : Tensor();
+    Tensor e = std::move(incoming[0]), of_left = incoming.size() > 1 ? std::move(incoming[1]) : Tensor();
 
     BackwardKey key;
     key.energy = of_left.defined();
@@ -56,10 +60,12 @@ struct DecoupledBackward : torch::autograd::Node {
     if (kernels == nullptr) return in_python(e, of_left, tensors, wanted);
     backwards++;
     c10::OptionalDeviceGuard device(at::device_of(tensors[saved_as(X)]));
-    return backward(*plan, *kernels, key, e, of_left, tensors, wanted);
+    return backward(*plan, *kernels, key, std::move(e), std::move(of_left), tensors, wanted);
   }
 
  private:
+  bool last_ = false;
+
   // Compute the gradients by op.py: the kernels are not packed yet, a tensor is not aligned, or the gradients are to be
   // differentiated, which raises when it is tried.
   variable_list in_python(

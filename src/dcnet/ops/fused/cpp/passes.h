@@ -43,6 +43,8 @@ class Memory {
     return tensor;
   }
 
+  void drop(size_t name) { tensors_[slots_[name]] = Tensor(); }
+
   Tensor floats(size_t name, at::IntArrayRef sizes) { return put(name, at::empty(sizes, options_)); }
 
   void run(const Kernels& kernels, std::initializer_list<float> floats = {}) const {
@@ -131,12 +133,14 @@ struct Gradients {
   Tensor x, products, weight, vectors, mean, residual;
 };
 
+// The incoming gradient and the dot product are let go before the convolution's backward pass needs memory, as a plain
+// network does between one node and the next. keep_e: the residual's gradient is the incoming one.
 inline Gradients gradients(
-    const Plan& plan, const Backward& kernels, const BackwardKey& key, const Tensor& e, Tensor of_left,
-    const SavedTensors& saved) {
+    const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor of_left, SavedTensors& saved,
+    bool keep_e) {
   BelowAutograd guard;
   const Tensor &x = saved[saved_as(X)], &weight = saved[saved_as(WEIGHT)];
-  Tensor dot = saved[DOT], norms = saved[NORMS];
+  Tensor dot = std::move(saved[DOT]), norms = saved[NORMS];
   const bool again = !dot.defined();  // a depthwise layer's, not saved
   if (again) {
     dot = at::empty_strided(plan.norms, plan.out_stride, x.options());
@@ -162,6 +166,9 @@ inline Gradients gradients(
   const Tensor grad_weight = key.want_weight ? memory.put(B_GRAD_WEIGHT, at::empty_like(weight)) : Tensor();
   if (again) memory.run(kernels.again);
   memory.run(kernels.epilogue);
+  for (auto name : {B_E, B_OF_LEFT, B_OUT, B_DOT}) memory.drop(name);
+  dot = of_left = saved[OUT] = Tensor();
+  if (!keep_e) e = Tensor();
 
   auto [grad_x, grad_unit, _] = at::convolution_backward(
       grad_d, x, saved[UNIT], at::OptionalIntArrayRef(), plan.stride, plan.padding, plan.dilation,
@@ -177,9 +184,10 @@ inline Gradients gradients(
 
 // Return the gradients in the order of the operands; undefined where not wanted.
 inline std::vector<Tensor> backward(
-    const Plan& plan, const Backward& kernels, const BackwardKey& key, const Tensor& e, const Tensor& of_left,
-    const SavedTensors& saved, const std::array<bool, OPERANDS>& wanted) {
-  const Gradients found = dcnet::gradients(plan, kernels, key, e, of_left, saved);
+    const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor of_left, SavedTensors& saved,
+    const std::array<bool, OPERANDS>& wanted) {
+  const bool keep_e = wanted[RESIDUAL] && !key.behind;
+  const Gradients found = dcnet::gradients(plan, kernels, key, std::move(e), std::move(of_left), saved, keep_e);
   BelowAutograd guard;
   std::vector<Tensor> gradients(OPERANDS);
   for (auto name : {BIAS, RADIUS, LEARNED, GAMMA, BETA, SLOPE}) {
