@@ -34,22 +34,28 @@ INLINE void copy_row(float *to, const float *from, long count) {
     }
 }
 
-/* √s and 1/√s; of 0, 0 and 0. Square root and division take as long as twenty products, so that where a CPU has an
- * approximate 1/√s, that is refined, twice, to the last digit. That is not `exact` for 0 and for subnormal numbers, and
- * gives NaN for an infinite s. */
+/* An approximate 1/√s, refined to within two units in the last place, where a CPU has one */
+#ifdef __AVX__
+INLINE Floats inverse_root(Floats s) {
+#if BYTES == 64
+    Floats r = (Floats)_mm512_rsqrt14_ps((__m512)s);
+#elif defined(__AVX512VL__)
+    Floats r = (Floats)_mm256_rsqrt14_ps((__m256)s);
+#else
+    Floats r = (Floats)_mm256_rsqrt_ps((__m256)s); /* 12 bits, where the others have 14 */
+    r = r * (all(1.5f) - all(0.5f) * s * r * r);
+#endif
+    return r * (all(1.5f) - all(0.5f) * s * r * r);
+}
+#endif
+
+/* √s and 1/√s; of 0, 0 and 0. Square root and division take as long as twenty products, so that an approximation is used
+ * where it can be. It is not `exact` for 0 and for subnormal numbers, and gives NaN for an infinite s. */
 INLINE void root_and_inverse(Floats s, const int exact, Floats *root, Floats *inverse) {
 #ifdef __AVX__
     if (!exact) {
-#if BYTES == 64
-        Floats r = (Floats)_mm512_rsqrt14_ps((__m512)s), n;
-#else
-        Floats r = (Floats)_mm256_rsqrt_ps((__m256)s), n;
-#endif
-        r = r * (all(1.5f) - all(0.5f) * s * r * r);
-        n = s * r;
-        n = n + all(0.5f) * r * (s - n * n);
-        *root = n;
-        *inverse = r + r * (all(1.0f) - n * r);
+        *inverse = inverse_root(s);
+        *root = s * *inverse;
         return;
     }
 #endif
