@@ -160,13 +160,15 @@ def row_functions(
     # whole vectors, as long as vectors.h has them, where rows are made of them
     simd = "#pragma omp simd simdlen(WIDTH)" if single else "#pragma omp simd"
     loop = _loop_of_lanes if lanes else partial(_loop, simd=simd)
+    # inlined into a long function, choices between values become jumps, and the loop is not written with vectors
+    static = "static __attribute__((noinline))" if single else "static"
     return "\n".join(
         [
             f"enum {{ VECTORS = {len(given)}, SUMS = {len(of_vectors) - of_vectors.count(None)} }};",
-            f"static void forward_row(long count, {ds}, {ns}, {values}, float *restrict ys) {{",
+            f"{static} void forward_row(long count, {ds}, {ns}, {values}, float *restrict ys) {{",
             *loop([*before, *ahead_once], [], [*loaded(["d"]), *inside, *ahead, f"ys[i] = {y};"], []),
             "}",
-            f"static void backward_row(long count, {ds}, {ns}, {values}, {grads}, {totals_of}) {{",
+            f"{static} void backward_row(long count, {ds}, {ns}, {values}, {grads}, {totals_of}) {{",
             *loop([*kept, *behind_once], totals, [*loaded(["d", *later]), *inside, *behind, *add], after),
             "}",
             "",
