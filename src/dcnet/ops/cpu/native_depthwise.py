@@ -68,7 +68,7 @@ def _applies(inputs: Inputs) -> bool:
 def _compiled(operator: Operator, relu: bool, radius: bool, bias: bool, lanes: bool) -> Depthwise | None:
     weighting = operator.weighting
     there = (weighting in ("linear", "separate"), weighting == "joint", radius, bias, *[True] * len(operator.learned))
-    wanted = (True, True, *there)  # a sum more costs little, a second compilation half a second
+    wanted = (True, True, *there)  # a sum more costs little, a second compilation a second
     try:
         kind = Kind(operator, relu, 4, there, wanted, True, True, True, False)
         rows = rows_in_c(kind, norm_of_each=True, vector_of_each=False, single=True, lanes=lanes)
