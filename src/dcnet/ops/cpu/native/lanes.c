@@ -38,6 +38,7 @@ static struct memory memory_of(const struct layout *l, long maps, long gradients
     long columns = larger_of(l->columns, l->pitch) * WIDTH, sums = l->multiplier * SUMS * LANES;
     long weights = gradients ? l->multiplier * room : 0;
     struct memory m = {0};
+    float *weight_sums, *all_sums, *offsets;
     struct {
         float **at;
         long size;
@@ -46,8 +47,7 @@ static struct memory memory_of(const struct layout *l, long maps, long gradients
         {&m.of_squares, gradients * gradient_size(l)}, {&m.dot, results * out_size(l)},
         {&m.norm, results * out_size(l)}, {&m.inverse, results * out_size(l)}, {&m.y, out_size(l)},
         {&m.e, out_size(l)}, {&m.map, map}, {&m.columns, columns}, {&m.weights, room}, {&m.of_weights, room},
-        {&m.values, VECTORS * LANES}, {(float **)&m.weight_sums, 2 * weights}, {(float **)&m.sums, 2 * sums},
-        {(float **)&m.offsets, 2 * room},
+        {&m.values, VECTORS * LANES}, {&weight_sums, 2 * weights}, {&all_sums, 2 * sums}, {&offsets, 2 * room},
     };
     const int count = sizeof parts / sizeof *parts;
     size_t total = 0;
@@ -60,9 +60,9 @@ static struct memory memory_of(const struct layout *l, long maps, long gradients
     for (long i = 0; i < 2 * gradients; i++)
         clear_around(m.of_dot + i * gradient_size(l), l->out_height, l->pitch, 0, l->out_height, l->margin,
                      l->out_width);
-    memset(m.weight_sums, 0, 2 * weights * sizeof(float));
-    memset(m.sums, 0, 2 * sums * sizeof(float));
-    memset(m.offsets, 0, 2 * room * sizeof(float));
+    m.weight_sums = memset(weight_sums, 0, 2 * weights * sizeof(float));
+    m.sums = memset(all_sums, 0, 2 * sums * sizeof(float));
+    m.offsets = memset(offsets, 0, 2 * room * sizeof(float));
     for (long t = 0; t < taps(l); t++)
         m.offsets[t] = (t / l->taps_x * l->apart_y * l->columns + t % l->taps_x * l->apart_x) * WIDTH;
     return m;
