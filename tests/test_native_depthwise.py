@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import dcnet
 from dcnet.layers import Block
 from dcnet.ops.cpu import native_depthwise
-from dcnet.ops.cpu.native import compiler
+from dcnet.ops.cpu.native import compiler, lanes
 from dcnet.ops.cpu.passes import Kind, rows_in_c
+from dcnet.ops.geometry import make_geometry
 from dcnet.ops.operator import make_operator
 
 MORE = {
@@ -21,8 +22,16 @@ MORE = {
 }
 
 
+@pytest.fixture(params=["rows", "lanes"])
+def path(request, monkeypatch):
+    """Maps of any size by loops along rows, or with channels side by side wherever that can be done."""
+    name, value = ("_WIDEST", 0) if request.param == "rows" else ("_FEWEST", 1)
+    monkeypatch.setattr(lanes, name, value)
+    return request.param
+
+
 @pytest.fixture
-def used(compiled_also_if_small, monkeypatch):
+def used(path, compiled_also_if_small, monkeypatch):
     """Compiled passes also for small maps; the list has an item for each layer that used them."""
     calls, real = [], native_depthwise._apply_depthwise
     monkeypatch.setattr(native_depthwise, "_apply_depthwise", lambda *given: calls.append(given) or real(*given))
@@ -61,11 +70,16 @@ def test_every_operator_can_be_written_as_c():
         kind = Kind(operator, True, 4, there, (True, True, *there), True, True, True, False)
         for norm_of_each, vector_of_each in ((True, False), (False, True), (True, True)):
             assert "backward_row" in rows_in_c(kind, norm_of_each, vector_of_each)
+        assert "LANES" in rows_in_c(kind, True, False, single=True, lanes=True)
+
+
+PATHS = {names: ("rows", "lanes")[i % 2] for i, names in enumerate(OPERATORS)}  # half of them each
 
 
 @pytest.mark.parametrize(
-    ("magnitude", "angular", "weighting"),
-    [pytest.param(*names, marks=[] if names in SOME else pytest.mark.slow) for names in OPERATORS],
+    ("magnitude", "angular", "weighting", "path"),
+    [pytest.param(*names, PATHS[names], marks=[] if names in SOME else pytest.mark.slow) for names in OPERATORS],
+    indirect=["path"],
 )
 def test_every_operator_is_compiled(used, magnitude, angular, weighting):
     def layer(impl, dtype):
@@ -80,7 +94,7 @@ def test_every_operator_is_compiled(used, magnitude, angular, weighting):
     x = torch.randn(3, 6, 7, 7)
     assert_within_rule(*(results(one, x.to(one.weight.dtype)) for one in layers))
     assert len(used) == 1
-    assert not learned_by(angular) or len(used[0]) > 12  # the learned parameter came along
+    assert not learned_by(angular) or len(used[0]) > 10  # the learned parameter came along
 
 
 @pytest.mark.parametrize("radius", ["learned", 0.7])
@@ -144,9 +158,55 @@ def test_a_bad_number_goes_where_the_reference_has_it(used, bad):
         assert value.isnan().any()
 
 
+@pytest.mark.parametrize("size", [(14, 70), (4, 17)], ids=["wide", "low"])
+def test_three_rows_at_once(used, size):
+    """Rows that are left over behind the threes, a row that is not whole vectors, and numbers that are not finite."""
+    x = torch.randn(3, 6, *size)
+    compare({"padding": 1, "magnitude": "tanh", "angular": "cosine", "bias": False}, x)
+    ours, reference, _ = three(magnitude="tanh", angular="cosine", bias=False, radius=1.0, padding=1)
+    for bad in (float("nan"), float("inf")):
+        x[1, 2, 1, 16] = bad
+        found = results(ours, x)
+        for name, value in results(reference, x).items():
+            assert torch.equal(found[name].isnan(), value.isnan()), (name, bad)
+
+
+@pytest.mark.parametrize("path", ["lanes"], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 20, 14, 14), {"padding": 1}),
+        ((2, 20, 14, 14), {"padding": 1, "stride": 2, "out_channels": 40}),
+        ((3, 9, 2, 2), {"padding": 1}),
+        ((2, 9, 1, 1), {"padding": 2}),
+        ((2, 9, 12, 30), {"stride": 4, "padding": 1}),
+    ],
+    ids=["more channels than lanes", "two kernels", "less than a vector", "one pixel", "stride 4"],
+)
+def test_channels_side_by_side(used, shape, options):
+    """Also for so many images that results are computed again instead of kept."""
+    operator = {"magnitude": "tanh", "angular": "cosine"}
+    for images in (shape[0], 40 * shape[0]):
+        compare(
+            {"channels": shape[1], "out_channels": shape[1], **operator, **options}, torch.randn(images, *shape[1:])
+        )
+    assert len(used) == 2
+    assert all(given[0]._layout_of is lanes.lanes_of for given in used)
+
+
+def test_which_layers_have_channels_side_by_side():
+    usual = make_geometry(3, 1, 1, 1, 64, "zeros", 2)
+    assert lanes.for_lanes(usual, (4, 64, 56, 56))
+    assert not lanes.for_lanes(usual, (4, 64, 112, 112))
+    assert not lanes.for_lanes(usual, (4, 7, 56, 56))
+    for kernel, stride, padding, dilation in ((3, 1, 12, 12), (17, 1, 8, 1), (3, 5, 1, 1), (3, 1, 9, 1)):
+        geometry = make_geometry(kernel, stride, padding, dilation, 64, "zeros", 2)
+        assert not lanes.for_lanes(geometry, (4, 64, 28, 28))
+
+
 def test_the_same_on_any_number_of_threads(used):
-    layer = three(padding=1)[0]
-    x = torch.randn(4, 6, 20, 20)
+    layer = three(padding=1, channels=18, out_channels=18)[0]
+    x = torch.randn(4, 18, 20, 20)
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)

@@ -18,19 +18,19 @@ class Composite:
 
     def decouple(self, inputs: Inputs) -> Tensor:
         """Return h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, with what follows it: (N, out_channels, …)."""
-        operator, geometry, eps, post_ops = inputs.operator, inputs.geometry, inputs.eps, inputs.post_ops
+        operator, geometry, post_ops = inputs.operator, inputs.geometry, inputs.post_ops
         if operator.is_inner_product:
             y = convolve(inputs.x, self.inner_product_kernel(inputs), inputs.bias, geometry)
             return y if post_ops is None else post_ops.apply(y)
-        # Normalized before the convolution, not after it: the dot product of a bounded operator then cannot overflow
-        # because of a large kernel, and its gradient in ‖w‖ costs a pass over w, not over the output.
-        unit, w_norm = self.unit_kernel(inputs.weight, eps)
         relu = post_ops is not None and post_ops.is_relu
-        y = self.map(inputs, unit, w_norm, relu)
+        y = self.map(inputs, relu)
         return y if post_ops is None or relu else post_ops.apply(y)
 
-    def map(self, inputs: Inputs, unit: Tensor, w_norm: Tensor, relu: bool) -> Tensor:
-        """Return h(‖w‖, ‖x‖)·g(θ) for the normalized kernels, or with `relu` the maximum of that and 0."""
+    def map(self, inputs: Inputs, relu: bool) -> Tensor:
+        """Return h(‖w‖, ‖x‖)·g(θ), or with `relu` the maximum of that and 0."""
+        # Normalized before the convolution, not after it: the dot product of a bounded operator then cannot overflow
+        # because of a large kernel, and its gradient in ‖w‖ costs a pass over w, not over the output.
+        unit, w_norm = self.unit_kernel(inputs.weight, inputs.eps)
         dot, norm_map = self.dot_and_norms(inputs, unit, w_norm)
         vectors = self.vectors(inputs, w_norm, norm_map)
         return self.epilogue(dot, norm_map, inputs.operator, vectors, inputs.eps, inputs.geometry.groups, relu)

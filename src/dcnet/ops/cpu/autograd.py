@@ -27,12 +27,13 @@ class AutogradFunctions(Composite):
     def unit_kernel(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return _unit_kernel(weight, eps)
 
-    def map(self, inputs: Inputs, unit: Tensor, w_norm: Tensor, relu: bool) -> Tensor:
+    def map(self, inputs: Inputs, relu: bool) -> Tensor:
         if not depthwise.applies(inputs) or _autocast(inputs.x):
-            return super().map(inputs, unit, w_norm, relu)
-        y = native_depthwise.decouple(inputs, unit, w_norm, relu, self.vectors)
+            return super().map(inputs, relu)
+        y = native_depthwise.decouple(inputs, relu, self)
         if y is not None:
             return y
+        unit, w_norm = self.unit_kernel(inputs.weight, inputs.eps)
         stand_in, norm_map, mean = depthwise.patch_norms(inputs)
         # Means are all that the radii depend on. Over several ranks, they have to know how many norms there are.
         over_ranks = isinstance(inputs.mean_norm, BatchMean) and inputs.mean_norm.sync

@@ -6,7 +6,6 @@ wherever they are needed, so that no map of them exists, and E{‖x‖} of the b
 the mean of a channel's norms, so that it needs no pass of its own.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.ops import norms
+from dcnet.ops.composite import Composite
 from dcnet.ops.cpu import depthwise
 from dcnet.ops.cpu.box_sum import differentiable_sums, windows_of
 from dcnet.ops.cpu.convolution import convolution_gradients
 from dcnet.ops.cpu.native.compiler import can_run
 from dcnet.ops.cpu.native.depthwise import Depthwise, compiled_depthwise
+from dcnet.ops.cpu.native.lanes import for_lanes
 from dcnet.ops.cpu.native.source import NotInC
 from dcnet.ops.cpu.passes import Kind, rows_in_c
 from dcnet.ops.geometry import convolve
@@ -28,26 +29,25 @@ from dcnet.ops.norms import inverse
 from dcnet.ops.operator import Operator
 from dcnet.util.compat import is_grads_batched, operations_watched, unprepared_apply
 
-Vectors = tuple[Tensor | None, ...]
 
-
-def decouple(
-    inputs: Inputs, unit: Tensor, w_norm: Tensor, relu: bool, vectors: Callable[[Inputs, Tensor, Tensor], Vectors]
-) -> Tensor | None:
+def decouple(inputs: Inputs, relu: bool, steps: Composite) -> Tensor | None:
     """Return h(‖w‖, ‖x‖)·g(θ) of a depthwise layer, as `Composite.map` does; None where that is not for C.
 
-    vectors: gives s, t, ρ, b and the learned parameters; see `Composite.vectors`.
+    steps: has the functions for ‖w‖, and for s, t, ρ, b and the learned parameters.
     """
     if not _applies(inputs):
         return None
     x, mean_norm = inputs.x, inputs.mean_norm
-    program = _compiled(inputs.operator, relu, inputs.radius is not None, inputs.bias is not None)
+    lanes = for_lanes(inputs.geometry, x.shape)
+    program = _compiled(inputs.operator, relu, inputs.radius is not None, inputs.bias is not None, lanes)
     if program is None:
         return None
     relative = isinstance(mean_norm, BatchMean) and inputs.radius is not None
-    # the pass itself multiplies by means, and any norms do where nothing depends on them
-    given = vectors(inputs._replace(mean_norm=None) if relative else inputs, w_norm, x.new_empty(0))
-    y, means = _apply_depthwise(program, inputs, relu, relative, x, unit, inputs.weight, w_norm, *given)
+    nothing = x.new_empty(0)
+    # the pass itself normalizes kernels and multiplies by means; any norms do where nothing depends on them
+    w_norm = nothing if inputs.operator.weighting is None else steps.unit_kernel(inputs.weight, inputs.eps)[1]
+    given = steps.vectors(inputs._replace(mean_norm=None) if relative else inputs, w_norm, nothing)
+    y, means = _apply_depthwise(program, inputs, relu, relative, x, inputs.weight, *given)
     if isinstance(mean_norm, BatchMean) and relative:
         mean_norm.track(means)
     return y
@@ -65,19 +65,20 @@ def _applies(inputs: Inputs) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _compiled(operator: Operator, relu: bool, radius: bool, bias: bool) -> Depthwise | None:
+def _compiled(operator: Operator, relu: bool, radius: bool, bias: bool, lanes: bool) -> Depthwise | None:
     weighting = operator.weighting
     there = (weighting in ("linear", "separate"), weighting == "joint", radius, bias, *[True] * len(operator.learned))
-    wanted = (True, True, *there)  # a sum more costs little, a second compilation half a second
+    wanted = (True, True, *there)  # a sum more costs little, a second compilation a second
     try:
         kind = Kind(operator, relu, 4, there, wanted, True, True, True, False)
-        return compiled_depthwise(rows_in_c(kind, norm_of_each=True, vector_of_each=False))
+        rows = rows_in_c(kind, norm_of_each=True, vector_of_each=False, single=True, lanes=lanes)
+        return compiled_depthwise(rows, lanes)
     except NotInC:
         return None
 
 
 class _Depthwise(torch.autograd.Function):
-    """Computes y from x, the normalized kernels and the vectors, and the mean norms; keeps x, w and ‖w‖.
+    """Computes y from x, the kernels and the vectors, and the mean norms; keeps x and w.
 
     relative: whether the radius is to be multiplied by the mean norm of the channel.
     """
@@ -90,47 +91,46 @@ class _Depthwise(torch.autograd.Function):
         relu: bool,
         relative: bool,
         x: Tensor,
-        unit: Tensor,
         weight: Tensor,
-        w_norm: Tensor,
         *vectors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.program, ctx.operator, ctx.geometry, ctx.eps = program, inputs.operator, inputs.geometry, inputs.eps
         given = [v.contiguous() for v in vectors if v is not None]
         ctx.radius = sum(v is not None for v in vectors[:2]) if relative else -1
-        y, means = program.forward(x, unit.contiguous(), inputs.geometry, inputs.eps, given, ctx.radius)
-        ctx.save_for_backward(x, weight, w_norm, means, y if relu else None, *vectors)
+        y, means = program.forward(x, weight.contiguous(), inputs.geometry, inputs.eps, given, ctx.radius)
+        ctx.save_for_backward(x, weight, means, y if relu else None, *vectors)
         ctx.mark_non_differentiable(means)
         return y, means
 
     @staticmethod
     def backward(ctx: Any, e: Tensor, _: Tensor) -> tuple[Any, ...]:
-        x, weight, w_norm, means, y, *vectors = ctx.saved_tensors
+        x, weight, means, y, *vectors = ctx.saved_tensors
         geometry, eps = ctx.geometry, ctx.eps
-        want_x, want_unit, _, _, *want_vectors = ctx.needs_input_grad[4:]
-        unit = norms.normalized(weight, inverse(w_norm, eps))
+        want_x, want_weight, *want_vectors = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled() or is_grads_batched(e):
-            of_x, of_unit, *of_vectors = _differentiable(ctx, x, unit, vectors, y, e)
+            of_x, of_weight, *of_vectors = _differentiable(ctx, x, weight, vectors, y, e)
         else:
             given = [v.contiguous() for v in vectors if v is not None]
             sums = [torch.empty_like(v) for v in given]
             of_x = torch.empty_like(x) if want_x else None
-            of_unit = torch.zeros_like(unit, memory_format=torch.contiguous_format) if want_unit else None
+            of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if want_weight else None
             program, options = ctx.program, (geometry, eps, given, ctx.radius)
-            program.backward(x, unit.contiguous(), *options, means, y, e.contiguous(), of_x, of_unit, sums)
+            program.backward(x, weight.contiguous(), *options, means, y, e.contiguous(), of_x, of_weight, sums)
             found = iter(sums)
             of_vectors = [None if v is None else next(found) for v in vectors]
         of_vectors = [of if want else None for of, want in zip(of_vectors, want_vectors, strict=True)]
-        return None, None, None, None, of_x, of_unit, None, None, *of_vectors
+        return None, None, None, None, of_x, of_weight, *of_vectors
 
 
 def _differentiable(
-    ctx: Any, x: Tensor, unit: Tensor, vectors: list[Tensor | None], y: Tensor | None, e: Tensor
+    ctx: Any, x: Tensor, weight: Tensor, vectors: list[Tensor | None], y: Tensor | None, e: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of x, the normalized kernels and the vectors by operations that can be differentiated."""
+    """Return the gradients of x, the kernels and the vectors by operations that can be differentiated."""
     geometry, eps, channels = ctx.geometry, ctx.eps, x.shape[1]
-    want_x, want_unit, _, _, *want_vectors = ctx.needs_input_grad[4:]
-    wanted = [want_x or want_unit, want_x, *want_vectors]
+    one_over_norm = norms.per_kernel(inverse(norms.kernel_norm(weight, eps), eps), weight)
+    unit = weight * one_over_norm
+    want_x, want_weight, *want_vectors = ctx.needs_input_grad[4:]
+    wanted = [want_x or want_weight, want_x, *want_vectors]
     windows = windows_of(geometry, x.shape[2:])
     n = norms.root(differentiable_sums(x.square(), windows, False), eps)
     rho = vectors[2] if ctx.radius >= 0 else None
@@ -148,12 +148,15 @@ def _differentiable(
         if of_n is not None:
             of_mean = (of_radius * rho).reshape(channels, -1).sum(1) / (n.numel() // channels)
             of_n = of_n + of_mean.reshape(1, -1, *[1] * (n.dim() - 2))
-    of_x = of_unit = None
+    of_x = of_weight = None
     if of_dot is not None:
-        of_x, of_unit = convolution_gradients(of_dot, x, unit, geometry, want_x, want_unit)
+        of_x, of_unit = convolution_gradients(of_dot, x, unit, geometry, want_x, want_weight)
+        if of_unit is not None:  # the slope of w/‖w‖ is 1/‖w‖, less the part along w
+            along = (of_unit * unit).sum(tuple(range(1, unit.dim())), keepdim=True)
+            of_weight = (of_unit - unit * along) * one_over_norm
     if of_x is not None and of_n is not None:
         of_x = of_x + x * differentiable_sums(of_n * inverse(n, eps), windows, True)
-    return [of_x, of_unit, *of_vectors]
+    return [of_x, of_weight, *of_vectors]
 
 
 # function transforms, for which `apply` prepares, go another way (`dispatch.eager`)

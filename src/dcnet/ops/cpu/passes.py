@@ -229,11 +229,11 @@ def computations(kind: Kind, clamped: bool) -> tuple[Any, Any]:
     return forward, backward
 
 
-def rows_in_c(kind: Kind, norm_of_each: bool, vector_of_each: bool) -> str:
+def rows_in_c(kind: Kind, norm_of_each: bool, vector_of_each: bool, **options: bool) -> str:
     """Return the value and the gradients as C; see `row_functions`, which raises `NotInC` where that cannot be."""
     forward, backward = computations(kind, True)
     vectors = {f"vector_{number}": there for number, there in enumerate(kind.there)}
-    return row_functions(forward, backward, vectors, kind.relu, norm_of_each, vector_of_each)
+    return row_functions(forward, backward, vectors, kind.relu, norm_of_each, vector_of_each, **options)
 
 
 def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:

@@ -3,8 +3,8 @@
  * A piece of work is a channel, all images one after the other: sums over images have the same order for any number of
  * threads, and the mean of the channel's norms, with which radii may be relative, is known in the middle of a piece.
  *
- * Before this text come elementary.h, parallel.h, vectors.h, planes.h, spread.h, and what source.py writes:
- * forward_row, backward_row, and how many VECTORS and SUMS they have. */
+ * Before this text come elementary.h, parallel.h, vectors.h, kernels.h, planes.h, rows.h, spread.h, and what source.py
+ * writes: forward_row, backward_row, and how many VECTORS and SUMS they have. */
 
 enum { KEPT = 1 << 16 }; /* places of a channel that are kept between two steps, rather than computed again */
 
@@ -12,6 +12,7 @@ struct call {
     const struct layout *layout;
     struct taps taps;
     float eps;
+    long number; /* of the call */
     long radius; /* which vector is relative to the mean norm, or −1 */
     const float *x, *kernels, *y, *e;
     const float *const *vectors;
@@ -27,7 +28,9 @@ static double results(const struct layout *l) { return (double)l->images * out_p
 
 static void take_weights(const struct call *c, const struct memory *m, long kernel) {
     const struct layout *l = c->layout;
-    for (long t = 0; t < l->taps; t++) m->weights[t] = c->kernels[kernel * l->kernel + c->taps.number[t]];
+    const float *w = c->kernels + kernel * l->kernel;
+    float inverse = one_over_norm(w, l->kernel, c->eps);
+    for (long t = 0; t < l->taps; t++) m->weights[t] = w[c->taps.number[t]] * inverse;
 }
 
 /* The numbers of a kernel. A radius is relative to the channel's mean norm; where that is 0, any will do. */
@@ -45,32 +48,46 @@ static void take_x(const struct call *c, const struct memory *m, long channel, l
     copy_stack(l, from, in_pitch(l), images_in(l, stack), m->x);
 }
 
-static double sum_of_norms(const struct call *c, const struct memory *m, long images) {
+/* The same memory, with the results of a band where they are kept */
+static struct memory with_kept(const struct layout *l, struct memory m, long stack, struct band b) {
+    m.dot = m.results + 3 * stack * result_size(l) + b.start;
+    m.norm = m.dot + result_size(l), m.inverse = m.norm + result_size(l);
+    return m;
+}
+
+/* The sum of a stack's norms; their dot products and norms are kept, or norms alone are computed. */
+static double sum_of_norms(const struct call *c, const struct memory *m, long stack, int keep) {
     const struct layout *l = c->layout;
+    long images = images_in(l, stack);
     double total = 0.0;
     for (long row = 0; row < rows_of(l, images); row += l->band) {
         struct band b = band_at(l, m, row, images);
-        norms_only(l, m, m->x, c->eps, b);
+        struct memory at = keep ? with_kept(l, *m, stack, b) : *m;
+        if (keep)
+            dots_and_norms(l, &at, at.x, c->eps, b);
+        else
+            norms_only(l, &at, at.x, c->eps, b);
         Floats sums = {0};
         for (long i = 0; i < b.count; i += WIDTH)
-            sums += chosen(load(b.mask + i) != all(0.0f), load(m->norm + i), all(0.0f));
+            sums += chosen(load(b.mask + i) != all(0.0f), load(at.norm + i), all(0.0f));
         for (int lane = 0; lane < WIDTH; lane++) total += sums[lane];
     }
     return total;
 }
 
-static void forward_stack(const struct call *c, const struct memory *m, long channel, long stack) {
+static void forward_stack(const struct call *c, const struct memory *m, long channel, long stack, int kept) {
     const struct layout *l = c->layout;
     long images = images_in(l, stack);
     float values[VECTORS + 1];
     for (long kernel = channel * l->multiplier; kernel < (channel + 1) * l->multiplier; kernel++) {
         float *out = c->out + stack * l->stack * out_pitch(l) + kernel * out_plane(l);
-        take_weights(c, m, kernel);
+        if (!kept) take_weights(c, m, kernel);
         take_vectors(c, channel, kernel, values);
         for (long row = 0; row < rows_of(l, images); row += l->band) {
             struct band b = band_at(l, m, row, images);
-            dots_and_norms(l, m, m->x, c->eps, b);
-            forward_row(b.count, m->dot, m->norm, m->inverse, values, m->y);
+            struct memory at = kept ? with_kept(l, *m, stack, b) : *m;
+            if (!kept) dots_and_norms(l, m, m->x, c->eps, b);
+            forward_row(b.count, at.dot, at.norm, at.inverse, values, m->y);
             copy_band(l, b, m->y, out, out_pitch(l), 1);
         }
     }
@@ -79,41 +96,45 @@ static void forward_stack(const struct call *c, const struct memory *m, long cha
 static int forward_piece(const void *arguments, long channel) {
     const struct call *c = arguments;
     const struct layout *l = c->layout;
-    int relative = c->radius >= 0, keep = relative && stacks(l) * x_size(l) <= KEPT;
-    struct memory m = memory_of(l, c->taps, keep ? stacks(l) : 1, 0, 0);
+    int relative = c->radius >= 0;
+    int keep = relative && l->multiplier == 1 && 3 * stacks(l) * result_size(l) <= 4 * KEPT;
+    struct sizes sizes = {1, 0, keep ? stacks(l) : 0, 0};
+    struct memory m = memory_of(l, c->taps, sizes, c->number);
     if (!m.x) return 1;
     if (relative) {
         double total = 0.0;
-        struct memory at = m;
-        for (long stack = 0; stack < stacks(l); stack++, at.x += keep ? x_size(l) : 0) {
-            take_x(c, &at, channel, stack);
-            total += sum_of_norms(c, &at, images_in(l, stack));
+        if (keep) take_weights(c, &m, channel);
+        for (long stack = 0; stack < stacks(l); stack++) {
+            take_x(c, &m, channel, stack);
+            total += sum_of_norms(c, &m, stack, keep);
         }
         c->means[channel] = (float)(total / results(l));
     }
-    for (long stack = 0; stack < stacks(l); stack++, m.x += keep ? x_size(l) : 0) {
+    for (long stack = 0; stack < stacks(l); stack++) {
         if (!keep) take_x(c, &m, channel, stack);
-        forward_stack(c, &m, channel, stack);
+        forward_stack(c, &m, channel, stack, keep);
     }
     return 0;
 }
 
-/* sums[t] += of_dot·x over a band, lane by lane: four taps at once, so that of_dot is read a quarter as often */
+INLINE void tap_block(const int count, const struct band b, const float *of_dot, const float *x, const long *offsets,
+                      float *sums) {
+    Floats sum[TOGETHER];
+    UNROLLED for (int t = 0; t < count; t++) sum[t] = load(sums + t * WIDTH);
+    for (long i = 0; i < b.count; i += WIDTH) {
+        Floats e = load(of_dot + i);
+        UNROLLED for (int t = 0; t < count; t++) sum[t] += e * load(x + offsets[t] + i);
+    }
+    UNROLLED for (int t = 0; t < count; t++) store(sums + t * WIDTH, sum[t]);
+}
+
+/* sums[t] += of_dot·x over a band, lane by lane; several taps at once, so that of_dot is read less often. There is room
+ * for whole groups of taps. */
 static void add_kernel_gradient(const struct layout *l, const struct memory *m, struct band b, float *sums) {
     const float *of_dot = m->of_dot + b.start, *x = m->x + b.start;
-    for (long t = 0; t < l->taps; t += 4, sums += 4 * WIDTH) {
-        Floats sum[4];
-        const float *from[4];
-        for (long j = 0; j < 4; j++) {
-            from[j] = x + m->offsets[t + j < l->taps ? t + j : t]; /* there is room for whole fours */
-            sum[j] = load(sums + j * WIDTH);
-        }
-        for (long i = 0; i < b.count; i += WIDTH) {
-            Floats e = load(of_dot + i);
-            UNROLLED for (int j = 0; j < 4; j++) sum[j] += e * load(from[j] + i);
-        }
-        for (long j = 0; j < 4; j++) store(sums + j * WIDTH, sum[j]);
-    }
+    long t = 0;
+    for (; l->taps - t > 4; t += TOGETHER) tap_block(TOGETHER, b, of_dot, x, m->offsets + t, sums + t * WIDTH);
+    if (t < l->taps) tap_block(4, b, of_dot, x, m->offsets + t, sums + t * WIDTH);
 }
 
 /* Gradients in the dot products, in the squares of the norms, in kernels and vectors, for one kernel of a stack */
@@ -126,19 +147,16 @@ static void backward_stack(const struct call *c, const struct memory *m, long ch
     take_vectors(c, channel, kernel, values);
     for (long row = 0; row < rows_of(l, images); row += l->band) {
         struct band b = band_at(l, m, row, images);
-        float *of_squares = m->of_squares + b.start, *inverses = m->inverses + b.start;
-        dots_and_norms(l, m, m->x, c->eps, b);
+        struct memory at = *m;
+        at.inverse = m->inverses + b.start;
+        dots_and_norms(l, &at, m->x, c->eps, b);
         copy_band(l, b, m->e, (float *)c->e + plane, out_pitch(l), 0);
         memset(m->e + (b.rows - 1) * l->pitch + l->out_width, 0, WIDTH * sizeof(float)); /* of another band, or stack */
         if (c->y) copy_band(l, b, m->y, (float *)c->y + plane, out_pitch(l), 0);
-        memset(m->of_norm, 0, b.count * sizeof(float));
-        backward_row(b.count, m->dot, m->norm, m->inverse, values, m->y, m->e, m->of_dot + b.start, m->of_norm,
-                     m->sums + k * SUMS);
-        for (long i = 0; i < b.count; i += WIDTH) { /* ‖x‖ = √(Σx² + eps): its slope in x is x/‖x‖ */
-            store(of_squares + i, load(m->of_norm + i) * load(m->inverse + i));
-            store(inverses + i, load(m->inverse + i));
-        }
-        if (c->of_kernels) add_kernel_gradient(l, m, b, m->of_weights + k * rounded(l->taps) * WIDTH);
+        /* ‖x‖ = √(Σx² + eps): its slope in x is x/‖x‖ */
+        backward_row(b.count, m->dot, m->norm, at.inverse, values, m->y, m->e, m->of_dot + b.start,
+                     m->of_squares + b.start, m->sums + k * SUMS);
+        if (c->of_kernels) add_kernel_gradient(l, m, b, m->of_weights + k * tap_room(l) * WIDTH);
     }
 }
 
@@ -159,11 +177,13 @@ static float write_sums(const struct call *c, const struct memory *m, long chann
             c->sums[j][kernel] = (float)sum;
         }
         for (long t = 0; c->of_kernels && t < l->taps; t++) {
-            const float *lanes = m->of_weights + (k * rounded(l->taps) + t) * WIDTH;
+            const float *lanes = m->of_weights + (k * tap_room(l) + t) * WIDTH;
             float sum = 0.0f;
             for (int lane = 0; lane < WIDTH; lane++) sum += lanes[lane];
             c->of_kernels[kernel * l->kernel + c->taps.number[t]] = sum;
         }
+        if (c->of_kernels)
+            through_norm(c->kernels + kernel * l->kernel, l->kernel, c->eps, c->of_kernels + kernel * l->kernel);
     }
     return (float)(of_mean / results(l));
 }
@@ -183,7 +203,8 @@ static int backward_piece(const void *arguments, long channel) {
     const struct layout *l = c->layout;
     int by_mean = c->of_x && c->radius >= 0;
     int keep = by_mean && l->multiplier == 1 && stacks(l) * (x_size(l) + 3 * gradient_size(l)) <= 4 * KEPT;
-    struct memory m = memory_of(l, c->taps, keep ? stacks(l) : 1, keep ? stacks(l) : 1, SUMS), first = m;
+    struct sizes sizes = {keep ? stacks(l) : 1, keep ? stacks(l) : 1, 0, SUMS};
+    struct memory m = memory_of(l, c->taps, sizes, c->number), first = m;
     if (!m.x) return 1;
     for (int step = 0; step < 1 + by_mean; step++) { /* the second once the gradient in the mean is known */
         float of_norm = step ? write_sums(c, &first, channel) : 0.0f;
@@ -213,12 +234,17 @@ static int backward_piece(const void *arguments, long channel) {
     return 0;
 }
 
+static long next_number(void) {
+    static atomic_long calls;
+    return 1 + atomic_fetch_add(&calls, 1);
+}
+
 /* What Python calls. y, of_x and of_kernels may be NULL; means are written by forward if a radius is relative. */
 int forward(const struct layout *layout, const long *taps, float eps, long radius, const float *x, const float *kernels,
             const float *const *vectors, float *means, float *out, Parallel parallel, long threads) {
     struct taps t = {taps, taps + layout->taps, taps + 2 * layout->taps};
-    struct call c = {.layout = layout, .taps = t, .eps = eps, .radius = radius, .x = x, .kernels = kernels,
-                     .vectors = vectors, .means = means, .out = out};
+    struct call c = {.layout = layout, .taps = t, .eps = eps, .number = next_number(), .radius = radius, .x = x,
+                     .kernels = kernels, .vectors = vectors, .means = means, .out = out};
     return in_parallel(forward_piece, &c, layout->channels, parallel, threads);
 }
 
@@ -226,8 +252,8 @@ int backward(const struct layout *layout, const long *taps, float eps, long radi
              const float *kernels, const float *const *vectors, float *means, const float *y, const float *e,
              float *of_x, float *of_kernels, float *const *sums, Parallel parallel, long threads) {
     struct taps t = {taps, taps + layout->taps, taps + 2 * layout->taps};
-    struct call c = {.layout = layout, .taps = t, .eps = eps, .radius = radius, .x = x, .kernels = kernels,
-                     .vectors = vectors, .means = means, .y = y, .e = e, .of_x = of_x, .of_kernels = of_kernels,
-                     .sums = sums};
+    struct call c = {.layout = layout, .taps = t, .eps = eps, .number = next_number(), .radius = radius, .x = x,
+                     .kernels = kernels, .vectors = vectors, .means = means, .y = y, .e = e, .of_x = of_x,
+                     .of_kernels = of_kernels, .sums = sums};
     return in_parallel(backward_piece, &c, layout->channels, parallel, threads);
 }

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from dcnet.ops.cpu.native.call import addresses, call, longs
 from dcnet.ops.cpu.native.compiler import compiled, included
+from dcnet.ops.cpu.native.lanes import BYTES, HEADERS, lanes_of
 from dcnet.ops.geometry import Geometry
 
 _BAND = 1024  # places that a loop takes at once: few enough for the fastest cache, whatever lies between the steps
+_ROWS = 3  # so many are computed at once in rows.h; a band has a multiple of them
 _WASTE = 1.5  # rows are taken together if that makes at most this many places for each result
-_HEADERS = ("elementary.h", "parallel.h", "vectors.h", "planes.h", "spread.h")
+_HEADERS = ("elementary.h", "parallel.h", "vectors.h", "kernels.h", "planes.h", "rows.h", "spread.h")
 
 
 class Layout(NamedTuple):
@@ -78,6 +80,12 @@ def _along(size: int, kernel: int, step: int, apart: int, before: int, after: in
     return _Along(size, out, step, start, [(j, at + start) for j, at in met])
 
 
+def _in_a_band(rows: int, most: int, stack: int) -> int:
+    """Return how many rows are taken together: all of a stack of images, or a part of one image."""
+    rows = max(1, min(rows, most))
+    return rows if stack > 1 or rows < _ROWS else rows // _ROWS * _ROWS
+
+
 @lru_cache(maxsize=1024)
 def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[Layout, Any, Any]:
     """Return the layout for x of this shape, the same as C takes it, and the taps: numbers, phases and places."""
@@ -112,8 +120,8 @@ def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple
         plane=pitch * ((stack - 1) * y.spacing + y.length),
         stack=stack,
         spacing=y.spacing,
-        band=max(1, min(rows, most)),
-        in_band=max(1, min(in_rows, most)),
+        band=_in_a_band(rows, most, stack),
+        in_band=_in_a_band(in_rows, most, stack),
         kernel=math.prod(g.kernel_size),
         taps=len(taps),
         margin=max((place for _, _, place in taps), default=0),
@@ -124,10 +132,12 @@ def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple
 class Depthwise:
     """The value and the gradients of an operator in a depthwise layer.
 
+    layout_of: returns the sizes that the library takes.
     radius: which vector is to be multiplied by the mean norm of the channel, or −1.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, layout_of: Callable[..., tuple[Any, Any, Any]]) -> None:
+        self._layout_of = layout_of
         self._forward, self._backward = library.forward, library.backward
         pointer, number = ctypes.c_void_p, ctypes.c_long
         start: list[Any] = [pointer, pointer, ctypes.c_float, number, *[pointer] * 4]
@@ -138,7 +148,7 @@ class Depthwise:
         self, x: Tensor, kernels: Tensor, geometry: Geometry, eps: float, vectors: Sequence[Tensor], radius: int
     ) -> tuple[Tensor, Tensor]:
         """Return y, and the mean norms of the channels, which are there if a radius is relative to them."""
-        layout, sizes, taps = layout_of(geometry, x.shape, len(kernels))
+        layout, sizes, taps = self._layout_of(geometry, x.shape, len(kernels))
         y = x.new_empty((len(x), len(kernels), *(layout.out_height, layout.out_width)[-geometry.dims :]))
         means = x.new_empty(x.shape[1])
         given = (x.data_ptr(), kernels.data_ptr(), addresses(vectors), means.data_ptr())
@@ -161,13 +171,18 @@ class Depthwise:
         sums: Sequence[Tensor],
     ) -> None:
         """Write the gradients in x, in the kernels and in the vectors, `sums`."""
-        _, sizes, taps = layout_of(geometry, x.shape, len(kernels))
+        _, sizes, taps = self._layout_of(geometry, x.shape, len(kernels))
         given = (x.data_ptr(), kernels.data_ptr(), addresses(vectors), means.data_ptr())
         others = (None if t is None else t.data_ptr() for t in (y, e, of_x, of_kernels))
         call(self._backward, sizes, taps, eps, radius, *given, *others, addresses(sums))
 
 
-def compiled_depthwise(rows: str) -> Depthwise | None:
-    """Return the functions for an operator whose rows are computed by this C text (`source.row_functions`)."""
-    library = compiled("\n".join([*map(included, _HEADERS), rows, included("depthwise.c")]))
-    return None if library is None else Depthwise(library)
+def compiled_depthwise(rows: str, lanes: bool) -> Depthwise | None:
+    """Return the functions for an operator whose rows are computed by this C text (`source.row_functions`).
+
+    lanes: whether channels lie side by side, as in lanes.c.
+    """
+    headers, text = (HEADERS, "lanes.c") if lanes else (_HEADERS, "depthwise.c")
+    first = [f"#define BYTES {BYTES}"] if lanes else []
+    library = compiled("\n".join([*first, *map(included, headers), rows, included(text)]))
+    return None if library is None else Depthwise(library, lanes_of if lanes else layout_of)

@@ -33,13 +33,18 @@ INLINE float exponential(float x) {
     return fmaf(p, r, 1.0f) * from_bits((half + 127) << 23) * from_bits((whole - half + 127) << 23);
 }
 
-/* Near 0 a polynomial; else 1 − 2/(e^2|x| + 1), whose error is small against 1. */
+/* tanh a = (2^k·(1 + t) − (1 − t)) / (2^k·(1 + t) + (1 − t)) with t = tanh u for a = k·ln 2 / 2 + u, −0.09 ≤ u ≤ 0.26.
+ * The denominator is the numerator + 2·(1 − t): errors of the one then cancel those of the other, and for k = 0 it is
+ * exactly 2, so that tanh a is t. The range of u is not symmetric so that k = 0 goes as far as it has to. */
 INLINE float hyperbolic_tangent(float x) {
-    float a = fabsf(x), s = x * x;
-    float near = fmaf(fmaf(fmaf(fmaf(-5.70498872745e-3f, s, 2.06390887954e-2f), s, -5.37397155531e-2f),
-                           s, 1.33314422036e-1f), s, -3.33332819422e-1f);
-    float far = 1.0f - 2.0f / (exponential(2.0f * at_most(a, 10.0f)) + 1.0f);
-    return copysignf(a < 0.625f ? fmaf(near * s, a, a) : far, x);
+    const float shift = 12582912.0f; /* 1.5·2^23: adding it rounds to a whole number */
+    float a = at_most(fabsf(x), 10.0f);
+    float shifted = fmaf(a - 0.0866f, 2.88539008f, shift), k = shifted - shift;
+    float u = fmaf(k, -7.14303385e-7f, fmaf(k, -0.346572876f, a)), s = u * u;
+    float p = fmaf(fmaf(-5.12319948e-2f, s, 1.33227481e-1f), s, -3.33332163e-1f);
+    float t = fmaf(p * s, u, u), power = from_bits((int32_t)((uint32_t)bits_of(shifted) << 23) + 0x3f800000);
+    float top = fmaf(t, power + 1.0f, power - 1.0f);
+    return copysignf(top / (top + fmaf(-2.0f, t, 2.0f)), x);
 }
 
 /* asin a = π/2 − 2·asin √((1 − a)/2) above a half; outside [−1, 1] NaN. */

@@ -38,13 +38,14 @@ static int in_parallel(Piece piece, const void *arguments, long pieces, Parallel
     return work.failed;
 }
 
-/* Memory of a thread, kept from call to call: what lies between the steps of a piece. NULL where there is none left. */
+/* Memory of a thread, kept from call to call: what lies between the steps of a piece. NULL where there is none left.
+ * It begins with a line of the cache, so that vectors whose number is whole lie in one line each. */
 static float *scratch(size_t floats) {
     static __thread float *memory;
     static __thread size_t size;
     if (floats > size) {
         free(memory);
-        memory = malloc(floats * sizeof(float));
+        memory = aligned_alloc(64, (floats + 15) / 16 * 16 * sizeof(float));
         size = memory ? floats : 0;
     }
     return memory;

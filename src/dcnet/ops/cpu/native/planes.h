@@ -25,7 +25,8 @@ struct taps {
 
 struct memory {
     float *x, *of_dot, *of_squares, *inverses; /* of a stack */
-    float *dot, *norm, *inverse, *y, *e, *of_norm, *mask, *last_mask; /* of a band */
+    float *results; /* dot products, norms, inverses of all stacks, where they are kept */
+    float *dot, *norm, *inverse, *y, *e, *mask, *last_mask; /* of a band */
     float *weights, *of_weights; /* of each tap; of_weights has a vector for each tap and kernel */
     long *offsets;
     double *sums; /* of each kernel and vector */
@@ -36,6 +37,9 @@ static long band_size(const struct layout *l) {
 }
 static size_t x_size(const struct layout *l) { return rounded(l->step_y * l->step_x * l->plane) + TILE; }
 static size_t gradient_size(const struct layout *l) { return rounded(l->margin) + rounded(l->plane) + TILE; }
+static size_t result_size(const struct layout *l) { return rounded(l->plane) + TILE; }
+enum { TOGETHER = 9 }; /* taps whose gradients are summed at once: all of a 3×3 kernel */
+static long tap_room(const struct layout *l) { return rounded(l->taps + TOGETHER); }
 static long stacks(const struct layout *l) { return (l->images + l->stack - 1) / l->stack; }
 
 static void fill_mask(const struct layout *l, float *mask, long rows) {
@@ -43,30 +47,40 @@ static void fill_mask(const struct layout *l, float *mask, long rows) {
         for (long i = 0; y < l->out_height && i < l->out_width; i++) mask[row * l->pitch + i] = 1.0f;
 }
 
-/* Memory for a piece of work, zero where nothing is written; all NULL where there is none left. There are `copies` of
- * x, and of the gradients of its results, `sums` sums for each kernel. */
-static struct memory memory_of(const struct layout *l, struct taps taps, long copies, long gradients, long sums) {
-    size_t band = band_size(l), tap = rounded(l->taps), of_weights = gradients ? tap * l->multiplier * WIDTH : 0;
-    size_t all = copies * x_size(l) + 3 * gradients * gradient_size(l) + 8 * band + 3 * tap + of_weights +
-                 2 * rounded(sums * l->multiplier);
+/* What there is memory for: copies of x, of the gradients of its results, and of results; sums for each kernel */
+struct sizes {
+    long copies, gradients, results, sums;
+};
+
+/* Memory for a piece of work, zero where nothing is written; all NULL where there is none left. The pieces of a `call`
+ * write to the same places, so that all but sums have to be cleared for the first of a thread only. */
+static struct memory memory_of(const struct layout *l, struct taps taps, struct sizes s, long call) {
+    static __thread long cleared;
+    size_t band = band_size(l), tap = tap_room(l), of_weights = s.gradients ? tap * l->multiplier * WIDTH : 0;
+    size_t sums = rounded(2 * s.sums * l->multiplier), gradients = s.gradients * gradient_size(l);
+    size_t all = s.copies * x_size(l) + 3 * gradients + 7 * band + 3 * tap + of_weights + sums;
     struct memory m = {0};
-    float *at = scratch(all);
+    float *at = scratch(all + 3 * s.results * result_size(l)), *start = at;
     if (!at) return m;
-    memset(at, 0, (all - 5 * band) * sizeof(float)); /* the five last bands are written before they are read */
-    m.x = at, at += copies * x_size(l);
-    float **maps[] = {&m.of_dot, &m.of_squares, &m.inverses};
-    for (int i = 0; i < 3; i++, at += gradients * gradient_size(l)) *maps[i] = at + rounded(l->margin);
-    m.offsets = (long *)at, at += 2 * tap;
-    m.sums = (double *)at, at += 2 * rounded(sums * l->multiplier);
+    m.sums = (double *)at, at += sums;
     m.of_weights = at, at += of_weights;
+    size_t always = at - start;
+    m.x = at, at += s.copies * x_size(l);
+    float **maps[] = {&m.of_dot, &m.of_squares, &m.inverses};
+    for (int i = 0; i < 3; i++, at += gradients) *maps[i] = at + rounded(l->margin);
+    m.offsets = (long *)at, at += 2 * tap;
     m.weights = at, at += tap;
-    float **bands[] = {&m.e, &m.mask, &m.last_mask, &m.dot, &m.norm, &m.inverse, &m.y, &m.of_norm};
-    for (int i = 0; i < 8; i++, at += band) *bands[i] = at;
+    float **bands[] = {&m.e, &m.mask, &m.last_mask, &m.dot, &m.norm, &m.inverse, &m.y};
+    for (int i = 0; i < 7; i++, at += band) *bands[i] = at;
+    m.results = at;
+    /* the four last bands are written before they are read */
+    memset(start, 0, (cleared == call ? always : all - 4 * band) * sizeof(float));
+    if (cleared == call) return m;
+    cleared = call;
     for (long t = 0; t < l->taps; t++) m.offsets[t] = taps.phase[t] * l->plane + taps.place[t];
     fill_mask(l, m.mask, l->band);
     long rest = l->stack > 1 ? l->images % l->stack : l->out_height % l->band;
-    if (!rest) return m;
-    fill_mask(l, m.last_mask, l->stack > 1 ? (rest - 1) * l->spacing + l->out_height : rest);
+    if (rest) fill_mask(l, m.last_mask, l->stack > 1 ? (rest - 1) * l->spacing + l->out_height : rest);
     return m;
 }
 
@@ -128,10 +142,10 @@ static void copy_band(const struct layout *l, struct band b, float *rows, float 
 }
 
 /* Sums over the taps of `blocks` vectors of results: Σ w·x into m->dot, √(Σ x² + eps) into m->norm, 1/that. Where no
- * result is, 0, 1 and 0, so that nothing computed from them is infinite. */
-INLINE void patch_block(const int blocks, const int dots, const struct memory *m, const float *x, long taps, float eps,
-                        const float *mask, long at) {
-    Floats dot[4] = {{0}}, squares[4] = {{0}};
+ * result is, 0, 1 and 0, so that nothing computed from them is infinite. Return the sum of the norms, and of ones. */
+INLINE Floats patch_block(const int blocks, const int dots, const struct memory *m, const float *x, long taps,
+                          float eps, const int exact, const float *mask, long at) {
+    Floats dot[4] = {{0}}, squares[4] = {{0}}, sum = {0};
     for (long t = 0; t < taps; t++) {
         const float *from = x + m->offsets[t] + at, weight = m->weights[t];
         UNROLLED for (int j = 0; j < blocks; j++) {
@@ -144,23 +158,21 @@ INLINE void patch_block(const int blocks, const int dots, const struct memory *m
         long here = at + j * WIDTH;
         Mask valid = load(mask + here) != all(0.0f);
         Floats norm, inverse;
-        root_and_inverse(squares[j] + eps, eps < 1e-30f, &norm, &inverse);
+        root_and_inverse(squares[j] + eps, exact, &norm, &inverse);
+        norm = chosen(valid, norm, all(1.0f));
+        sum += norm;
         if (dots) store(m->dot + here, chosen(valid, dot[j], all(0.0f)));
-        store(m->norm + here, chosen(valid, norm, all(1.0f)));
+        store(m->norm + here, norm);
         store(m->inverse + here, chosen(valid, inverse, all(0.0f)));
     }
+    return sum;
 }
 
-INLINE void patch_blocks(const int dots, const struct memory *m, const float *x, long taps, float eps, struct band b) {
+INLINE Floats patch_blocks(const int dots, const struct memory *m, const float *x, long taps, float eps,
+                           const int exact, struct band b) {
     long i = 0;
-    for (; i + TILE <= b.count; i += TILE) patch_block(4, dots, m, x + b.start, taps, eps, b.mask, i);
-    for (; i < b.count; i += WIDTH) patch_block(1, dots, m, x + b.start, taps, eps, b.mask, i);
-}
-
-static void dots_and_norms(const struct layout *l, const struct memory *m, const float *x, float eps, struct band b) {
-    patch_blocks(1, m, x, l->taps, eps, b);
-}
-
-static void norms_only(const struct layout *l, const struct memory *m, const float *x, float eps, struct band b) {
-    patch_blocks(0, m, x, l->taps, eps, b);
+    Floats sum = {0};
+    for (; i + TILE <= b.count; i += TILE) sum += patch_block(4, dots, m, x + b.start, taps, eps, exact, b.mask, i);
+    for (; i < b.count; i += WIDTH) sum += patch_block(1, dots, m, x + b.start, taps, eps, exact, b.mask, i);
+    return sum;
 }

@@ -8,6 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ def row_functions(
     relu: bool,
     norm_of_each: bool,
     vector_of_each: bool,
+    single: bool = False,
+    lanes: bool = False,
 ) -> str:
     """Return the C functions forward_row and backward_row for rows of results, and how many VECTORS and SUMS they have.
 
@@ -97,6 +100,10 @@ def row_functions(
         relu: whether the output is that of a ReLU, which backward gets.
         norm_of_each: whether each result of a row has a norm of its own; otherwise one norm is for the row.
         vector_of_each: whether each result of a row has its own number of a vector; otherwise one is for the row.
+        single: whether a norm belongs to one kernel only. Its gradient is then written instead of added up, and is
+            that in half the square of the norm. Rows are whole vectors of WIDTH results.
+        lanes: whether a row is one of vectors of WIDTH results, each lane with its own numbers of the vectors.
+            These, and the sums, come LANES at a time, a multiple of WIDTH.
     """
     given = [name for name, there in vectors.items() if there]
     ahead, (y,) = _statements(lambda **arguments: forward(**arguments)[:1], given, vectors, [])
@@ -104,33 +111,40 @@ def row_functions(
     behind, gradients = _statements(lambda **arguments: backward(**({"y": None} | arguments)), given, vectors, later)
     of_d, of_n, *of_vectors = gradients
 
-    def loaded(names: Sequence[str], each: bool = True) -> list[str]:
-        return [f"const float {name} = {name}s[{'i' if each else 0}];" for name in names]
+    def loaded(names: Sequence[str], at: str = "i") -> list[str]:
+        return [f"const float {name} = {name}s[{at}];" for name in names]
 
     before, inside = [], []
     for number, name in enumerate(given):
-        if vector_of_each:
+        if lanes:
+            before.append(f"const float *restrict {name}s = vectors + {number} * LANES;")
+            inside += loaded([name], "lane")
+        elif vector_of_each:
             before.append(f"const float *restrict {name}s = vectors[{number}];")
             inside += loaded([name])
         else:
             before.append(f"const float {name} = vectors[{number}];")
-    (inside if norm_of_each else before).extend(loaded(["n", "one_over_n"], norm_of_each))
+    of_lane = list(inside) if lanes else []
+    (inside if norm_of_each else before).extend(loaded(["n", "one_over_n"], "i" if norm_of_each else "0"))
     fixed = {*([] if vector_of_each else given), *([] if norm_of_each else ["n", "one_over_n"])}
     ahead_once, ahead = _divided(ahead, fixed)
     behind_once, behind = _divided(behind, fixed)
+    if lanes:
+        ahead_once, ahead = _by_lane(of_lane, ahead_once, ahead)
+        behind_once, behind = _by_lane(of_lane, behind_once, behind)
 
     kept, add, after, totals = list(before), [], [], []
 
     def total(name: str, value: str, place: str) -> None:
         totals.append(name)
-        add.append(f"{name} += {value};")
-        after.append(f"{place} += {name};")
+        add.append(f"{name}{'[lane]' if lanes else ''} += {value};")
+        after.append(f"{place} += {name}{'[lane]' if lanes else ''};")
 
     if of_d is not None:
         add.append(f"of_ds[i] = {of_d};")
     if of_n is not None:
         if norm_of_each:
-            add.append(f"of_ns[i] += {of_n};")
+            add.append(f"of_ns[i] = {of_n} * one_over_n;" if single else f"of_ns[i] += {of_n};")
         else:
             total("of_n", of_n, "*of_ns")
     for number, value in enumerate(value for value in of_vectors if value is not None):
@@ -138,19 +152,24 @@ def row_functions(
             kept.append(f"float *restrict sums_{number} = sums[{number}];")
             add.append(f"sums_{number}[i] += {value};")
         else:
-            total(f"sum_{number}", value, f"sums[{number}]")
+            total(f"sum_{number}", value, f"sums[{number} * LANES + lane]" if lanes else f"sums[{number}]")
     ds, ns = "const float *restrict ds", "const float *restrict ns, const float *restrict one_over_ns"
     values = "const float *const *vectors" if vector_of_each else "const float *vectors"
     grads = "const float *restrict ys, const float *restrict es, float *restrict of_ds, float *restrict of_ns"
     totals_of = "float *const *sums" if vector_of_each else "double *restrict sums"
+    # whole vectors, as long as vectors.h has them, where rows are made of them
+    simd = "#pragma omp simd simdlen(WIDTH)" if single else "#pragma omp simd"
+    loop = _loop_of_lanes if lanes else partial(_loop, simd=simd)
+    # inlined into a long function, choices between values become jumps, and the loop is not written with vectors
+    static = "static __attribute__((noinline))" if single else "static"
     return "\n".join(
         [
             f"enum {{ VECTORS = {len(given)}, SUMS = {len(of_vectors) - of_vectors.count(None)} }};",
-            f"static void forward_row(long count, {ds}, {ns}, {values}, float *restrict ys) {{",
-            *_loop([*before, *ahead_once], [], [*loaded(["d"]), *inside, *ahead, f"ys[i] = {y};"], []),
+            f"{static} void forward_row(long count, {ds}, {ns}, {values}, float *restrict ys) {{",
+            *loop([*before, *ahead_once], [], [*loaded(["d"]), *inside, *ahead, f"ys[i] = {y};"], []),
             "}",
-            f"static void backward_row(long count, {ds}, {ns}, {values}, {grads}, {totals_of}) {{",
-            *_loop([*kept, *behind_once], totals, [*loaded(["d", *later]), *inside, *behind, *add], after),
+            f"{static} void backward_row(long count, {ds}, {ns}, {values}, {grads}, {totals_of}) {{",
+            *loop([*kept, *behind_once], totals, [*loaded(["d", *later]), *inside, *behind, *add], after),
             "}",
             "",
         ]
@@ -173,9 +192,11 @@ def _divided(lines: Sequence[str], fixed: set[str]) -> tuple[list[str], list[str
     return once, each
 
 
-def _loop(before: Sequence[str], totals: Sequence[str], inside: Sequence[str], after: Sequence[str]) -> list[str]:
+def _loop(
+    before: Sequence[str], totals: Sequence[str], inside: Sequence[str], after: Sequence[str], simd: str
+) -> list[str]:
     """Return a loop over a row; one with totals runs over pieces of it, since a long sum in float loses digits."""
-    simd = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else "#pragma omp simd"
+    simd = f"{simd} reduction(+ : {', '.join(totals)})" if totals else simd
     if not totals:
         return [*_indented(before), simd, *_indented(["for (long i = 0; i < count; i++) {", *_indented(inside), "}"])]
     piece = [
@@ -188,6 +209,32 @@ def _loop(before: Sequence[str], totals: Sequence[str], inside: Sequence[str], a
         *after,
     ]
     return _indented([*before, "for (long start = 0; start < count; start += 256) {", *_indented(piece), "}"])
+
+
+def _by_lane(of_lane: Sequence[str], once: Sequence[str], each: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return lines that compute what is the same for a lane into arrays, and the lines of the loop with these read."""
+    if not once:
+        return [], list(each)
+    names = [line.split(" ")[1:3] for line in once]  # const KIND NAME = …
+    arrays = [f"{kind} {name}s[LANES];" for kind, name in names]
+    filled = [*of_lane, *once, *(f"{name}s[lane] = {name};" for _, name in names)]
+    return [*arrays, _LANES, *_indented(filled), "}"], [*(f"const {k} {n} = {n}s[lane];" for k, n in names), *each]
+
+
+_LANES = "for (long lane = 0; lane < LANES; lane++) {"
+
+
+def _loop_of_lanes(
+    before: Sequence[str], totals: Sequence[str], inside: Sequence[str], after: Sequence[str]
+) -> list[str]:
+    """Return a loop over a row of vectors, several at once as long as there are enough; each lane has its totals."""
+    pieces = ["long start = 0;"]
+    for lanes in ("LANES", "WIDTH"):
+        every = f"for (long lane = 0; lane < {lanes}; lane++) {{"
+        body = [f"#pragma omp simd simdlen({lanes})", every, *_indented(["const long i = start + lane;", *inside]), "}"]
+        pieces += [f"for (; start + {lanes} <= count; start += {lanes})", *_indented(body)]
+    sums = [f"float {name}[LANES] = {{0}};" for name in totals]
+    return _indented([*before, *sums, *pieces, *([_LANES, *_indented(after), "}"] if after else [])])
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

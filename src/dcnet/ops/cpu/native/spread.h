@@ -53,7 +53,12 @@ static void write_gradient(const struct layout *l, struct taps taps, const struc
         long all_rows = (images - 1) * l->spacing + height;
         for (long row = 0; row < all_rows; row += l->in_band) {
             long rows = least(l->in_band, all_rows - row), count = rounded((rows - 1) * l->pitch + width);
-            if (dots)
+            if (dots && rows % ROWS == 0 && takes_rows(l, m))
+                for (long at = 0; at < rows * l->pitch; at += ROWS * l->pitch)
+                    for (long i = 0; i < width; i += WIDTH)
+                        spread_rows(m, l->pitch, start + row * l->pitch + at + in_row(i, width),
+                                    m->y + at + in_row(i, width));
+            else if (dots)
                 spread_blocks(1, l, taps, m, phase, start + row * l->pitch, count);
             else
                 spread_blocks(0, l, taps, m, phase, start + row * l->pitch, count);

@@ -1,19 +1,27 @@
-/* Vectors of eight floats, for loops that a compiler does not vectorize well by itself. */
+/* Vectors of as many floats as BYTES hold, for loops that a compiler does not vectorize well by itself. */
 
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
 
-typedef float Floats __attribute__((vector_size(32)));
-typedef float LooseFloats __attribute__((vector_size(32), aligned(4)));
-typedef int32_t Mask __attribute__((vector_size(32)));
-enum { WIDTH = 8, TILE = 4 * WIDTH };
-#define UNROLLED _Pragma("GCC unroll 4")
+#ifndef BYTES
+#ifdef __AVX512F__
+#define BYTES 64
+#else
+#define BYTES 32
+#endif
+#endif
+
+typedef float Floats __attribute__((vector_size(BYTES)));
+typedef float LooseFloats __attribute__((vector_size(BYTES), aligned(4)));
+typedef int32_t Mask __attribute__((vector_size(BYTES)));
+enum { WIDTH = BYTES / 4, TILE = 4 * WIDTH };
+#define UNROLLED _Pragma("GCC unroll 16")
 
 INLINE Floats load(const float *from) { return (Floats)*(const LooseFloats *)from; }
 INLINE void store(float *to, Floats values) { *(LooseFloats *)to = (LooseFloats)values; }
 INLINE Floats chosen(Mask where, Floats a, Floats b) { return (Floats)(((Mask)a & where) | ((Mask)b & ~where)); }
-INLINE Floats all(float value) { return (Floats){value, value, value, value, value, value, value, value}; }
+INLINE Floats all(float value) { return (Floats){0} + value; }
 static long rounded(long count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
 /* memcpy for short rows, with the last vector over a part of the one before */
@@ -26,19 +34,28 @@ INLINE void copy_row(float *to, const float *from, long count) {
     }
 }
 
-/* √s and 1/√s; of 0, 0 and 0. Square root and division take as long as twenty products, so that where a CPU has an
- * approximate 1/√s, that is refined, twice, to the last digit. */
-INLINE void root_and_inverse(Floats s, int exact, Floats *root, Floats *inverse) {
+/* An approximate 1/√s, refined to within two units in the last place, where a CPU has one */
+#ifdef __AVX__
+INLINE Floats inverse_root(Floats s) {
+#if BYTES == 64
+    Floats r = (Floats)_mm512_rsqrt14_ps((__m512)s);
+#elif defined(__AVX512VL__)
+    Floats r = (Floats)_mm256_rsqrt14_ps((__m256)s);
+#else
+    Floats r = (Floats)_mm256_rsqrt_ps((__m256)s); /* 12 bits, where the others have 14 */
+    r = r * (all(1.5f) - all(0.5f) * s * r * r);
+#endif
+    return r * (all(1.5f) - all(0.5f) * s * r * r);
+}
+#endif
+
+/* √s and 1/√s; of 0, 0 and 0. Square root and division take as long as twenty products, so that an approximation is used
+ * where it can be. It is not `exact` for 0 and for subnormal numbers, and gives NaN for an infinite s. */
+INLINE void root_and_inverse(Floats s, const int exact, Floats *root, Floats *inverse) {
 #ifdef __AVX__
     if (!exact) {
-        Floats r = (Floats)_mm256_rsqrt_ps((__m256)s), n;
-        r = r * (all(1.5f) - all(0.5f) * s * r * r);
-        n = s * r;
-        n = n + all(0.5f) * r * (s - n * n);
-        r = r + r * (all(1.0f) - n * r);
-        Mask finite = s != all(INFINITY);
-        *root = chosen(finite, n, s);
-        *inverse = chosen(finite, r, all(0.0f));
+        *inverse = inverse_root(s);
+        *root = s * *inverse;
         return;
     }
 #endif
@@ -47,4 +64,10 @@ INLINE void root_and_inverse(Floats s, int exact, Floats *root, Floats *inverse)
         (*root)[j] = n;
         (*inverse)[j] = n == 0.0f ? 0.0f : 1.0f / n;
     }
+}
+
+INLINE int has_nan(Floats values) {
+    int found = 0;
+    for (int j = 0; j < WIDTH; j++) found |= values[j] != values[j];
+    return found;
 }
