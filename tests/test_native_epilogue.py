@@ -23,6 +23,7 @@ GEOMETRIES = {
     "padded": ((5, 4, 9, 9), {"padding": 1}),
     "blocks of positions": ((2, 4, 25, 31), {"padding": 1, "groups": 2}),
     "few positions": ((5, 4, 4, 4), {}),
+    "few positions in groups": ((5, 4, 5, 5), {"groups": 2}),
     "uneven": ((3, 4, 13, 17), {"stride": (2, 3), "padding": (2, 1), "dilation": (1, 2)}),
     "far apart": ((3, 4, 8, 8), {"padding": 9, "dilation": 9}),
     "1×1": ((3, 4, 8, 8), {"kernel_size": 1, "stride": 2}),
@@ -168,7 +169,7 @@ def test_the_same_on_any_number_of_threads(used, expected, monkeypatch):
         for name in ("convolve", "convolution_gradients"):
             monkeypatch.setattr(module, name, on_one_thread(getattr(module, name)))
     layer = three(dcnet.DecoupledConv2d, 8, 24, 3, groups=2)[0]
-    x, e = torch.randn(6, 8, 30, 30, requires_grad=True), torch.randn(6, 24, 28, 28)
+    x, e = torch.randn(11, 8, 30, 30, requires_grad=True), torch.randn(11, 24, 28, 28)
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dcnet.ops.cpu.native.compiler import parallel
 
-# Numbers to compute with: for fewer, one thread is done before a second one has begun, and on a busy machine, where the
-# second waits for a core, much earlier.
-ENOUGH_FOR_THREADS = 32768
+# Numbers to compute with: for fewer, a second thread hardly helps (it takes some 10 µs to begin), and on a busy machine,
+# where it waits for a core, one is done much earlier.
+ENOUGH_FOR_THREADS = 65536
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> Any:

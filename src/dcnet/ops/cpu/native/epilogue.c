@@ -25,6 +25,20 @@ static const float *spread_out(const float *vector, long kernels, long few, floa
     return to;
 }
 
+/* The first numbers again and again, up to `width`: ever longer copies are fewer. */
+static void repeat(float *numbers, long few, long width) {
+    for (long done = few; done < width; done *= 2)
+        memcpy(numbers + done, numbers, least(done, width - done) * sizeof(float));
+}
+
+/* Add each block of numbers to the first. */
+static void add_blocks(float *restrict numbers, long block, long width) {
+    for (long start = block; start < width; start += block) {
+        const float *restrict more = numbers + start;
+        for (long i = 0; i < least(block, width - start); i++) numbers[i] += more[i];
+    }
+}
+
 static int piece(const struct call *c, long number, int backward) {
     long few = c->positions, width = c->kernels * few, all = c->groups * width, kernels = c->groups * c->kernels;
     float *norms = scratch(3 * width + (FEW_POSITIONS ? (VECTORS + SUMS) * all : 0)), *own = NULL;
@@ -45,9 +59,8 @@ static int piece(const struct call *c, long number, int backward) {
             const float *n = c->n + (row * c->groups + group) * few, *of_group[VECTORS + 1];
             float *sums_of_group[SUMS + 1], *of_n = backward ? c->of_n + (row * c->groups + group) * few : NULL;
             for (int j = 0; j < VECTORS; j++) of_group[j] = vectors[j] + at;
-            for (long i = 0; i < few; i++) inverses[i] = inverse_of(n[i]);
-            for (long i = 0; i < (FEW_POSITIONS ? width : 1); i += few) /* the norms again for each kernel */
-                for (long j = 0; j < few; j++) norms[i + j] = n[j], inverses[i + j] = inverses[j];
+            for (long i = 0; i < few; i++) norms[i] = n[i], inverses[i] = inverse_of(n[i]);
+            if (FEW_POSITIONS) repeat(norms, few, width), repeat(inverses, few, width);
             if (!backward) {
                 forward_row(width, c->d + here, norms, inverses, of_group, c->out + here);
                 continue;
@@ -56,9 +69,11 @@ static int piece(const struct call *c, long number, int backward) {
             for (int j = 0; j < SUMS; j++) sums_of_group[j] = sums[j] + at;
             backward_row(width, c->d + here, norms, inverses, of_group, c->y ? c->y + here : NULL, c->e + here,
                          c->of_d + here, of_norms, sums_of_group);
-            for (long j = 0; j < few; j++) of_n[j] = of_norms[j];
-            for (long i = few; FEW_POSITIONS && i < width; i += few)
-                for (long j = 0; j < few; j++) of_n[j] += of_norms[i + j];
+            if (FEW_POSITIONS) { /* over the kernels, several at once, as single ones are shorter than a vector */
+                add_blocks(of_norms, 16 * few, width);
+                add_blocks(of_norms, few, least(16 * few, width));
+            }
+            for (long i = 0; i < few; i++) of_n[i] = of_norms[i];
         }
     for (int j = 0; FEW_POSITIONS && backward && j < SUMS; j++)
         for (long k = 0; k < kernels; k++) {

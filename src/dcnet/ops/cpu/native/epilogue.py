@@ -12,7 +12,7 @@ from dcnet.ops.cpu.native.compiler import compiled, included
 
 _BLOCK = 512  # positions of a piece of work
 _NUMBERS = 16384  # of a piece of work where kernels lie next to each other
-_FEW = 8  # positions: fewer than a vector has numbers
+_FEW = 17  # positions: fewer make rows of a kernel too short for vectors (4×4: 2.3 ns a number backward, 1.8 as here)
 
 
 class Epilogue:
