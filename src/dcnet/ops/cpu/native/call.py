@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dcnet.ops.cpu.native.compiler import parallel
 
-# Numbers to compute with: for fewer, a second thread hardly helps (it takes some 10 µs to begin), and on a busy machine,
-# where it waits for a core, one is done much earlier.
+# Numbers to compute with: for fewer, a second thread, which takes some 10 µs to begin, hardly helps, and on a machine
+# in use, where it waits for a core, one is done much earlier.
 ENOUGH_FOR_THREADS = 65536
 
 
