@@ -101,6 +101,12 @@ def test_channels_last(used):
     assert layers[0](x).is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 4, 4), (3, 4, 6, 6)], ids=["2×2", "4×4"])
+def test_few_positions_of_many_kernels(used, expected, shape):
+    compare(three(dcnet.DecoupledConv2d, 4, 39, 3), torch.randn(shape))
+    assert used == expected
+
+
 def test_linear_maps_and_one_dimension(used, expected):
     compare(three(dcnet.DecoupledLinear, 16, 12), torch.randn(700, 16))
     compare(three(dcnet.DecoupledLinear, 1000, 12, weighting="joint"), torch.randn(3, 5, 1000))
