@@ -118,6 +118,7 @@ CPU = [
         "convolution",
         "depthwise",
         "native_depthwise",
+        "native_layer",
         "autograd",
     ),
     "",

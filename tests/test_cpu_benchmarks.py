@@ -105,3 +105,33 @@ def test_the_readme_says_what_was_recorded():
         ours = f"{median('dcnet, linear + power', column)}{before}, {median('dcnet, tanh', column)}{between}"
         others = f"{median('bcos', column)} | {median('sharpened', column)}"
         assert f"| {label} | {ours} | – | {others} |" in text
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import demo_cpu
+
+    monkeypatch.setattr(demo_cpu.time, "sleep", lambda seconds: None)
+    yield demo_cpu
+    del sys.modules["demo_cpu"], sys.modules["in_turns"]
+
+
+def test_a_training_of_the_demo(demo, few_digits):
+    seconds, others = demo.train("sphere + cosine", 1)
+    assert seconds > 0.0
+    assert others >= -0.1  # the clocks tick a hundred times a second
+
+
+def test_disturbed_trainings_of_the_demo_are_repeated(demo, monkeypatch, capsys, tmp_path):
+    path, found = tmp_path / "times.csv", iter([(0.5, 0.0)] * 5 + [(9.0, 0.9)] + [(2.0, 0.0)] + [(3.0, 0.0)] * 4)
+    monkeypatch.setattr(demo, "train", lambda name, steps: next(found))
+    monkeypatch.setattr(sys, "argv", ["demo_cpu.py", "--turns", "1", "--csv", str(path)])
+    demo.main()
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [row["network"] for row in rows] == list(demo.NETWORKS)
+    assert [(float(row["seconds"]), float(row["ratio"])) for row in rows] == [(2.0, 1.0)] + [(3.0, 1.5)] * 4
+    assert "tanh + cosine" in capsys.readouterr().out
+    monkeypatch.setattr(demo, "train", lambda name, steps: (1.0, 1.0))
+    with pytest.raises(SystemExit, match="quiet machine"):
+        demo.main()

@@ -7,28 +7,30 @@ from torch import Tensor
 
 from dcnet.ops import norms
 from dcnet.ops.composite import Composite
-from dcnet.ops.cpu import depthwise, native_depthwise
-from dcnet.ops.cpu.box_sum import box_sum, differentiable_sums, windows_of
+from dcnet.ops.cpu import depthwise, native_depthwise, native_layer
+from dcnet.ops.cpu.box_sum import box_sum
 from dcnet.ops.cpu.chunks import chunks
-from dcnet.ops.cpu.convolution import convolution_gradients
-from dcnet.ops.cpu.native.compiler import can_run
-from dcnet.ops.cpu.native.norms import Norms, compiled_norms
+from dcnet.ops.cpu.convolution import autocast, convolution_gradients
 from dcnet.ops.cpu.passes import epilogue
 from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import compute_dtype, inverse, per_kernel
-from dcnet.util.compat import is_grads_batched, operations_watched, unprepared_apply
+from dcnet.util.compat import is_grads_batched, unprepared_apply
 
 
 class AutogradFunctions(Composite):
     """`impl="eager"` where nothing, such as a compiler, has to look into an autograd function."""
 
+    def decouple(self, inputs: Inputs) -> Tensor:
+        y = native_layer.decouple(inputs, super().decouple)
+        return super().decouple(inputs) if y is None else y
+
     def unit_kernel(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return _unit_kernel(weight, eps)
 
     def map(self, inputs: Inputs, relu: bool) -> Tensor:
-        if not depthwise.applies(inputs) or _autocast(inputs.x):
+        if not depthwise.applies(inputs) or autocast(inputs.x):
             return super().map(inputs, relu)
         y = native_depthwise.decouple(inputs, relu, self)
         if y is not None:
@@ -45,21 +47,12 @@ class AutogradFunctions(Composite):
 
     def dot_and_norms(self, inputs: Inputs, unit: Tensor, w_norm: Tensor) -> tuple[Tensor, Tensor]:
         x, geometry, eps = inputs.x, inputs.geometry, inputs.eps
-        if geometry.dims == 0 or geometry.symmetric_padding is None or _autocast(x):
+        if geometry.dims == 0 or geometry.symmetric_padding is None or autocast(x):
             return convolve(x, unit, None, geometry), self.norm_map(x, geometry, eps)
-        compiled = _norms_in_c(x) if geometry.dims <= 2 else None
-        if compiled is not None:
-            return _dot_and_norms(compiled, x, unit, inputs.weight, w_norm, geometry, eps)
         dot, squares = _dot_and_squares(x, unit, inputs.weight, w_norm, geometry, eps)
         return dot, norms.root(box_sum(squares, geometry), eps)
 
     epilogue = staticmethod(epilogue)
-
-
-def _autocast(x: Tensor) -> bool:
-    """Tell whether autocast is active, under which the convolution decides on the dtype."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class _UnitKernel(torch.autograd.Function):
@@ -152,50 +145,5 @@ class _DotAndSquares(torch.autograd.Function):
         return grad_x, grad_unit, None, None, None, None
 
 
-class _DotAndNorms(torch.autograd.Function):
-    """Computes a convolution, and the norm of every patch in C; adds both parts of the gradient of x in one pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        compiled: Norms,
-        x: Tensor,
-        unit: Tensor,
-        weight: Tensor,
-        w_norm: Tensor,
-        geometry: Geometry,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.compiled, ctx.geometry, ctx.eps = compiled, geometry, eps
-        n = compiled.forward(x, geometry.groups, windows_of(geometry, x.shape[2:]), eps)
-        ctx.save_for_backward(x, weight, w_norm, n)
-        if not ctx.needs_input_grad[1]:  # they do not depend on the kernel
-            ctx.mark_non_differentiable(n)
-        return convolve(x, unit, None, geometry), n
-
-    @staticmethod
-    def backward(ctx: Any, of_dot: Tensor, of_n: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, w_norm, n = ctx.saved_tensors
-        g, (_, want_x, want_unit, *_) = ctx.geometry, ctx.needs_input_grad
-        unit = norms.normalized(weight, inverse(w_norm, ctx.eps))
-        grad_x, grad_unit = convolution_gradients(of_dot, x, unit, g, want_x, want_unit)
-        if grad_x is not None:
-            windows = windows_of(g, x.shape[2:])
-            # a gradient that is differentiated itself, or batched, cannot be changed in place
-            if torch.is_grad_enabled() or is_grads_batched(of_dot) or is_grads_batched(of_n):
-                of_squares = differentiable_sums(of_n * inverse(n, ctx.eps), windows, True).unsqueeze(2)
-                grad_x = grad_x + (x.unflatten(1, (g.groups, -1)) * of_squares).reshape(x.shape)
-            else:
-                grad_x = grad_x.contiguous()
-                ctx.compiled.add_gradient(x, g.groups, windows, n, of_n.contiguous(), grad_x)
-        return None, grad_x, grad_unit, None, None, None, None
-
-
-def _norms_in_c(x: Tensor) -> Norms | None:
-    plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
-    return compiled_norms() if plain and can_run(x.numel()) and not operations_watched() else None
-
-
 # function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
 _unit_kernel, _dot_and_squares = unprepared_apply(_UnitKernel), unprepared_apply(_DotAndSquares)
-_dot_and_norms = unprepared_apply(_DotAndNorms)

@@ -11,6 +11,8 @@ def convolution_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients in x and in the kernels; the geometry has zeros for padding, as many on both sides."""
     g = geometry
+    if g.dims == 0:
+        return of_dot.mm(kernels) if want_x else None, of_dot.t().mm(x) if want_kernels else None
     options = (g.stride, g.symmetric_padding, g.dilation, False, [0] * g.dims, g.groups)
     of_x, of_kernels, _ = torch.ops.aten.convolution_backward(
         of_dot, x, kernels, None, *options, (want_x, want_kernels, False)
@@ -21,3 +23,9 @@ def convolution_gradients(
 def exact_convolutions() -> bool:
     """Tell whether convolutions have all digits of float32, as they do unless PyTorch is told otherwise."""
     return torch.backends.mkldnn.conv.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
+
+
+def autocast(x: Tensor) -> bool:
+    """Tell whether autocast is active, under which the convolution decides on the dtype."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -177,15 +177,15 @@ _apply_epilogue = unprepared_apply(_Epilogue)
 
 def _compiled_for(kind: Kind, d: Tensor, n: Tensor, given: list[Tensor]) -> Epilogue | None:
     """Return the compiled passes, None where PyTorch's operations are to compute."""
-    if not can_run(d.numel()) or operations_watched():
+    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (d, n, *given))
+    if not plain or not can_run(d.numel()) or operations_watched():
         return None
-    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in (d, n, *given)):
-        return None
-    return _compiled(kind.operator, kind.relu, layout_of(d), kind.there)
+    return compiled_passes(kind.operator, kind.relu, layout_of(d.shape), kind.there)
 
 
 @lru_cache(maxsize=256)
-def _compiled(operator: Operator, relu: bool, layout: str, there: tuple[bool, ...]) -> Epilogue | None:
+def compiled_passes(operator: Operator, relu: bool, layout: str, there: tuple[bool, ...]) -> Epilogue | None:
+    """Return the compiled passes, None where they cannot be C. there: which vectors are given."""
     # all gradients: a sum more costs little, a second compilation half a second
     kind = Kind(operator, relu, 4, there, (True, True, *there), True, False, True, False)
     try:

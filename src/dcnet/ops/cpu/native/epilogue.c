@@ -18,30 +18,68 @@ static float inverse_of(float n) { return n == 0.0f ? 0.0f : 1.0f / n; }
 
 #if BY_CHANNEL || FEW_POSITIONS
 
+/* Each number of a vector as many times as there are positions. */
+static const float *spread_out(const float *vector, long kernels, long few, float *to) {
+    for (long k = 0; k < kernels; k++)
+        for (long i = 0; i < few; i++) to[k * few + i] = vector[k];
+    return to;
+}
+
+/* The first numbers again and again, up to `width`: ever longer copies are fewer. */
+static void repeat(float *numbers, long few, long width) {
+    for (long done = few; done < width; done *= 2)
+        memcpy(numbers + done, numbers, least(done, width - done) * sizeof(float));
+}
+
+/* Add each block of numbers to the first. */
+static void add_blocks(float *restrict numbers, long block, long width) {
+    for (long start = block; start < width; start += block) {
+        const float *restrict more = numbers + start;
+        for (long i = 0; i < least(block, width - start); i++) numbers[i] += more[i];
+    }
+}
+
 static int piece(const struct call *c, long number, int backward) {
-    long width = c->groups * c->kernels, end = least((number + 1) * c->block, c->rows), few = c->positions;
-    float *norms = scratch(3 * c->kernels), *inverses = norms + c->kernels, *of_norms = inverses + c->kernels;
+    long few = c->positions, width = c->kernels * few, all = c->groups * width, kernels = c->groups * c->kernels;
+    float *norms = scratch(3 * width + (FEW_POSITIONS ? (VECTORS + SUMS) * all : 0)), *own = NULL;
     if (!norms) return 1;
-    for (long row = number * c->block; row < end; row++)
+    float *inverses = norms + width, *of_norms = inverses + width, *free_place = of_norms + width;
+    const float *vectors[VECTORS + 1];
+    float *sums[SUMS + 1];
+    for (int j = 0; j < VECTORS; j++, free_place += FEW_POSITIONS ? all : 0)
+        vectors[j] = FEW_POSITIONS ? spread_out(c->vectors[j], kernels, few, free_place) : c->vectors[j];
+    for (int j = 0; backward && j < SUMS; j++) {
+        own = c->sums + number * SUMS * kernels;
+        sums[j] = FEW_POSITIONS ? free_place + j * all : own + j * kernels;
+        memset(sums[j], 0, all * sizeof(float));
+    }
+    for (long row = number * c->block; row < least((number + 1) * c->block, c->rows); row++)
         for (long group = 0; group < c->groups; group++) {
-            long at = group * c->kernels, here = row * width + at;
-            const float *n = c->n + (row * c->groups + group) * few, *vectors[VECTORS + 1];
-            float *sums[SUMS + 1], *of_n = backward ? c->of_n + (row * c->groups + group) * few : NULL;
-            for (int j = 0; j < VECTORS; j++) vectors[j] = c->vectors[j] + at;
-            for (long i = 0; i < few; i++) inverses[i] = inverse_of(n[i]);
-            for (long i = 0; i < (FEW_POSITIONS ? c->kernels : 1); i += few) /* the norms again for each kernel */
-                for (long j = 0; j < few; j++) norms[i + j] = n[j], inverses[i + j] = inverses[j];
-            if (backward) memset(of_norms, 0, c->kernels * sizeof(float));
+            long at = group * width, here = row * all + at;
+            const float *n = c->n + (row * c->groups + group) * few, *of_group[VECTORS + 1];
+            float *sums_of_group[SUMS + 1], *of_n = backward ? c->of_n + (row * c->groups + group) * few : NULL;
+            for (int j = 0; j < VECTORS; j++) of_group[j] = vectors[j] + at;
+            for (long i = 0; i < few; i++) norms[i] = n[i], inverses[i] = inverse_of(n[i]);
+            if (FEW_POSITIONS) repeat(norms, few, width), repeat(inverses, few, width);
             if (!backward) {
-                forward_row(c->kernels, c->d + here, norms, inverses, vectors, c->out + here);
+                forward_row(width, c->d + here, norms, inverses, of_group, c->out + here);
                 continue;
             }
-            for (int j = 0; j < SUMS; j++) sums[j] = c->sums + (number * SUMS + j) * width + at;
-            backward_row(c->kernels, c->d + here, norms, inverses, vectors, c->y ? c->y + here : NULL, c->e + here,
-                         c->of_d + here, of_norms, sums);
-            for (long j = 0; j < few; j++) of_n[j] = of_norms[j];
-            for (long i = few; FEW_POSITIONS && i < c->kernels; i += few)
-                for (long j = 0; j < few; j++) of_n[j] += of_norms[i + j];
+            memset(of_norms, 0, width * sizeof(float));
+            for (int j = 0; j < SUMS; j++) sums_of_group[j] = sums[j] + at;
+            backward_row(width, c->d + here, norms, inverses, of_group, c->y ? c->y + here : NULL, c->e + here,
+                         c->of_d + here, of_norms, sums_of_group);
+            if (FEW_POSITIONS) { /* over the kernels, several at once, as single ones are shorter than a vector */
+                add_blocks(of_norms, 16 * few, width);
+                add_blocks(of_norms, few, least(16 * few, width));
+            }
+            for (long i = 0; i < few; i++) of_n[i] = of_norms[i];
+        }
+    for (int j = 0; FEW_POSITIONS && backward && j < SUMS; j++)
+        for (long k = 0; k < kernels; k++) {
+            float total = 0.0f;
+            for (long i = 0; i < few; i++) total += sums[j][k * few + i];
+            own[j * kernels + k] = total;
         }
     return 0;
 }
@@ -86,18 +124,34 @@ static long pieces(const struct call *c) {
 static int forward_piece(const void *arguments, long number) { return piece(arguments, number, 0); }
 static int backward_piece(const void *arguments, long number) { return piece(arguments, number, 1); }
 
-/* What Python calls; sizes: rows, groups, kernels, positions, block. sums has room for what each piece leaves. */
+static struct call call_of(const long *sizes, const float *d, const float *n, const float *const *vectors) {
+    return (struct call){.rows = sizes[0], .groups = sizes[1], .kernels = sizes[2], .positions = sizes[3],
+                         .block = sizes[4], .d = d, .n = n, .vectors = vectors};
+}
+
+/* What Python calls; sizes: rows, groups, kernels, positions, block. */
 int forward(const long *sizes, const float *d, const float *n, const float *const *vectors, float *out,
             Parallel parallel, long threads) {
-    struct call c = {.rows = sizes[0], .groups = sizes[1], .kernels = sizes[2], .positions = sizes[3],
-                     .block = sizes[4], .d = d, .n = n, .vectors = vectors, .out = out};
+    struct call c = call_of(sizes, d, n, vectors);
+    c.out = out;
     return in_parallel(forward_piece, &c, pieces(&c), parallel, threads);
 }
 
+/* totals: SUMS rows of a number for each kernel, to be written. */
 int backward(const long *sizes, const float *d, const float *n, const float *const *vectors, const float *y,
-             const float *e, float *of_d, float *of_n, float *sums, Parallel parallel, long threads) {
-    struct call c = {.rows = sizes[0], .groups = sizes[1], .kernels = sizes[2], .positions = sizes[3],
-                     .block = sizes[4], .d = d, .n = n, .vectors = vectors, .y = y, .e = e, .of_d = of_d, .of_n = of_n,
-                     .sums = sums};
-    return in_parallel(backward_piece, &c, pieces(&c), parallel, threads);
+             const float *e, float *of_d, float *of_n, float *totals, Parallel parallel, long threads) {
+    struct call c = call_of(sizes, d, n, vectors);
+    long each = SUMS * c.groups * c.kernels, parts = pieces(&c) / (BY_CHANNEL || FEW_POSITIONS ? 1 : c.groups);
+    c.y = y, c.e = e, c.of_d = of_d, c.of_n = of_n;
+    c.sums = malloc((each * parts + 1) * sizeof(float));
+    int failed = !c.sums || in_parallel(backward_piece, &c, pieces(&c), parallel, threads);
+    double *sums = failed ? NULL : (double *)scratch(2 * each + 1);
+    if (sums) {
+        memset(sums, 0, each * sizeof(double));
+        for (long part = 0; part < parts; part++)
+            for (long i = 0; i < each; i++) sums[i] += c.sums[part * each + i];
+        for (long i = 0; i < each; i++) totals[i] = (float)sums[i];
+    }
+    free(c.sums);
+    return !sums;
 }

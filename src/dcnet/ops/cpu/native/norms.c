@@ -1,4 +1,4 @@
-/* ‖x‖ of every patch, and what a gradient in it adds to that in x. A piece of work is one group of channels of an image.
+/* ‖x‖ of every patch, and what a gradient in it adds to that in x, for one group of channels of an image.
  *
  * Before this text come elementary.h and parallel.h. */
 
@@ -8,12 +8,9 @@ struct windows {
     long size, step, apart, before, inputs, outputs;
 };
 
-struct call {
+struct maps {
     struct windows y, x;
     long images, groups, channels; /* of a group */
-    float eps;
-    const float *in, *norms, *of_norms;
-    float *out;
 };
 
 static long least(long a, long b) { return a < b ? a : b; }
@@ -44,65 +41,76 @@ static void add_row(const struct windows *w, const float *restrict from, float *
     }
 }
 
-static int forward_piece(const void *arguments, long number) {
-    const struct call *c = arguments;
-    long plane = c->y.inputs * c->x.inputs, width = c->x.inputs;
-    const float *x = c->in + number * c->channels * plane;
-    float *out = c->out + number * c->y.outputs * c->x.outputs;
+/* Σv² of numbers that lie next to each other; a long sum in float would lose digits. */
+static double sum_of_squares(const float *v, long count) {
+    double total = 0.0;
+    for (long start = 0; start < count; start += 512) {
+        long end = least(start + 512, count);
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (long i = start; i < end; i++) sum += v[i] * v[i];
+        total += sum;
+    }
+    return total;
+}
+
+/* Write the norms of a group of an image, and their sum. */
+static int norms_of(const struct maps *m, long number, const float *x, float eps, float *norms, double *total) {
+    long plane = m->y.inputs * m->x.inputs, width = m->x.inputs;
+    x += number * m->channels * plane;
+    float *out = norms + number * m->y.outputs * m->x.outputs;
+    *total = 0.0;
+    if (plane == 1 && m->y.outputs * m->x.outputs == 1) { /* as in linear maps */
+        *total = *out = sqrtf((float)sum_of_squares(x, m->channels) + eps);
+        return 0;
+    }
     float *restrict squares = scratch(plane + width), *restrict sums = squares + plane;
     if (!squares) return 1;
     memset(squares, 0, plane * sizeof(float));
-    for (long channel = 0; channel < c->channels; channel++, x += plane)
+    for (long channel = 0; channel < m->channels; channel++, x += plane)
         for (long i = 0; i < plane; i++) squares[i] += x[i] * x[i];
-    for (long o = 0; o < c->y.outputs; o++, out += c->x.outputs) {
+    for (long o = 0; o < m->y.outputs; o++, out += m->x.outputs) {
         memset(sums, 0, width * sizeof(float));
-        for (long j = 0; j < c->y.size; j++) {
-            long y = o * c->y.step - c->y.before + j * c->y.apart;
-            if (y >= 0 && y < c->y.inputs) add(sums, squares + y * width, width);
+        for (long j = 0; j < m->y.size; j++) {
+            long y = o * m->y.step - m->y.before + j * m->y.apart;
+            if (y >= 0 && y < m->y.inputs) add(sums, squares + y * width, width);
         }
-        memset(out, 0, c->x.outputs * sizeof(float));
-        add_row(&c->x, sums, out, 0);
-        for (long i = 0; i < c->x.outputs; i++) out[i] = sqrtf(out[i] + c->eps);
+        memset(out, 0, m->x.outputs * sizeof(float));
+        add_row(&m->x, sums, out, 0);
+        float sum = 0.0f;
+        for (long i = 0; i < m->x.outputs; i++) out[i] = sqrtf(out[i] + eps);
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < m->x.outputs; i++) sum += out[i];
+        *total += sum;
     }
     return 0;
 }
 
-/* out += x·Σ of_norm/norm over the windows that hold a place */
-static int backward_piece(const void *arguments, long number) {
-    const struct call *c = arguments;
-    long plane = c->y.inputs * c->x.inputs, width = c->x.inputs, outputs = c->x.outputs;
-    const float *norm = c->norms + number * c->y.outputs * outputs;
-    const float *of_norm = c->of_norms + number * c->y.outputs * outputs;
+/* of_x += x·Σ of_norm/norm over the windows that hold a place; of_each comes on top of every of_norm. */
+static int add_gradient(const struct maps *m, long number, const float *x, const float *norms, const float *of_norms,
+                        float of_each, float *of_x) {
+    long plane = m->y.inputs * m->x.inputs, width = m->x.inputs, outputs = m->x.outputs;
+    const float *norm = norms + number * m->y.outputs * outputs;
+    const float *of_norm = of_norms + number * m->y.outputs * outputs;
     float *restrict spread = scratch(plane + width + outputs), *restrict row = spread + plane, *restrict t = row + width;
     if (!spread) return 1;
     memset(spread, 0, plane * sizeof(float));
-    for (long o = 0; o < c->y.outputs; o++, norm += outputs, of_norm += outputs) {
-        for (long i = 0; i < outputs; i++) t[i] = norm[i] == 0.0f ? 0.0f : of_norm[i] / norm[i];
+    for (long o = 0; o < m->y.outputs; o++, norm += outputs, of_norm += outputs) {
+        for (long i = 0; i < outputs; i++) t[i] = (of_norm[i] + of_each) / norm[i];
         memset(row, 0, width * sizeof(float));
-        add_row(&c->x, t, row, 1);
-        for (long j = 0; j < c->y.size; j++) {
-            long y = o * c->y.step - c->y.before + j * c->y.apart;
-            if (y >= 0 && y < c->y.inputs) add(spread + y * width, row, width);
+        add_row(&m->x, t, row, 1);
+        for (long j = 0; j < m->y.size; j++) {
+            long y = o * m->y.step - m->y.before + j * m->y.apart;
+            if (y >= 0 && y < m->y.inputs) add(spread + y * width, row, width);
         }
     }
-    const float *x = c->in + number * c->channels * plane;
-    float *restrict out = c->out + number * c->channels * plane;
-    for (long channel = 0; channel < c->channels; channel++, x += plane, out += plane)
-        for (long i = 0; i < plane; i++) out[i] += x[i] * spread[i];
+    const float *restrict in = x + number * m->channels * plane;
+    float *restrict out = of_x + number * m->channels * plane;
+    if (plane == 1) {
+        for (long i = 0; i < m->channels; i++) out[i] += in[i] * spread[0];
+        return 0;
+    }
+    for (long channel = 0; channel < m->channels; channel++, in += plane, out += plane)
+        for (long i = 0; i < plane; i++) out[i] += in[i] * spread[i];
     return 0;
-}
-
-/* What Python calls; sizes: images, groups, channels of a group, then the windows of both dimensions. */
-int forward(const long *sizes, float eps, const float *x, float *norms, Parallel parallel, long threads) {
-    struct call c = {.images = sizes[0], .groups = sizes[1], .channels = sizes[2], .eps = eps, .in = x, .out = norms};
-    memcpy(&c.y, sizes + 3, 2 * sizeof(struct windows));
-    return in_parallel(forward_piece, &c, c.images * c.groups, parallel, threads);
-}
-
-int backward(const long *sizes, const float *x, const float *norms, const float *of_norms, float *of_x,
-             Parallel parallel, long threads) {
-    struct call c = {.images = sizes[0], .groups = sizes[1], .channels = sizes[2], .in = x, .norms = norms,
-                     .of_norms = of_norms, .out = of_x};
-    memcpy(&c.y, sizes + 3, 2 * sizeof(struct windows));
-    return in_parallel(backward_piece, &c, c.images * c.groups, parallel, threads);
 }
