@@ -27,7 +27,7 @@ from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import never_zero
 from dcnet.ops.operator import Operator
-from dcnet.ops.post_ops import ONLY_RELU
+from dcnet.ops.post_ops import ONLY
 from dcnet.util.compat import is_grads_batched, operations_watched, recomputing, unprepared_apply
 
 Decouple = Callable[[Inputs], Tensor]
@@ -213,7 +213,7 @@ def _differentiable(
             BatchMean() if radius.of_batch else radius.means,
             dict(zip(plan.operator.learned, learned, strict=True)),  # type: ignore[arg-type]
             ctx.eps,
-            ONLY_RELU if plan.relu else None,
+            ONLY["relu"] if plan.relu else None,
         )
         y = ctx.otherwise(inputs)
     leaves = [view for view, want in zip(views, wanted, strict=True) if view is not None and want]
