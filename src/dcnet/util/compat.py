@@ -58,6 +58,11 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def release_saved_tensors(ctx: Any) -> None:
+    """Let go, within an autograd function's backward, of what its forward saved; not if backward may run again."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def is_grads_batched(gradient: Tensor) -> bool:
     """Tell whether a gradient is a batch of gradients (`is_grads_batched=True`), which no buffer can hold."""
     return torch._C._functorch.is_legacy_batchedtensor(gradient)

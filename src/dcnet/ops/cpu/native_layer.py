@@ -28,7 +28,13 @@ from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import never_zero
 from dcnet.ops.operator import Operator
 from dcnet.ops.post_ops import ONLY
-from dcnet.util.compat import is_grads_batched, operations_watched, recomputing, unprepared_apply
+from dcnet.util.compat import (
+    is_grads_batched,
+    operations_watched,
+    recomputing,
+    release_saved_tensors,
+    unprepared_apply,
+)
 
 Decouple = Callable[[Inputs], Tensor]
 
@@ -171,6 +177,8 @@ class _Layer(torch.autograd.Function):
         totals = d.new_empty((sum(plan.there), len(weight)))
         places = _places(plan, numbers, vectors)
         passes.gradients(plan.shape, d, n, places, y, e.contiguous(), of_d, of_n, totals)
+        release_saved_tensors(ctx)
+        del d, y  # before the convolution needs memory
         of_vectors = iter(totals.unbind(0))
         of_factor, of_gain, of_rho, *of_rest = (next(of_vectors) if there else None for there in plan.there)
         of_x = of_weight = None
