@@ -125,9 +125,10 @@ def test_an_activation_alone(activation, example):
     net, reference = converted(model, example=example), converted(model, fuse=False)
     assert [isinstance(module, Following) for module in net] == [False, True, False, False, True]
     assert_same(net, reference)
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 6, 8, 8)
-    torch.testing.assert_close(compiled(x), net(x))
+    if isinstance(activation, nn.SiLU):
+        compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 6, 8, 8)
+        torch.testing.assert_close(compiled(x), net(x))
 
 
 def test_an_activation_alone_that_gets_something_else():

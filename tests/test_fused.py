@@ -337,19 +337,20 @@ def test_block(activation, with_residual, training):
             torch.testing.assert_close(b, a, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("activation", "magnitude", "angular", "weighting", "bias"),
+    ("activation", "magnitude", "angular", "weighting", "bias", "compiled"),
     [
-        ("relu", "tanh", "cosine", None, False),  # backward recovers the dot product from the output
-        ("relu", "sphere", "cosine", "linear", False),
-        ("relu", "seg", "cosine", "joint", False),
-        ("relu", "log", "cosine", "separate", False),
-        ("relu", "tanh", "cosine", None, True),
-        ("relu", "ball", "square_cosine", None, False),
-        ("silu", "tanh", "cosine", None, False),
-        ("gelu", "linear", "sigmoid:k=learned", None, True),
-        ("prelu", "tanh", "cosine", None, False),
+        ("relu", "tanh", "cosine", None, False, False),  # backward recovers the dot product from the output
+        ("relu", "sphere", "cosine", "linear", False, False),
+        ("relu", "seg", "cosine", "joint", False, False),
+        ("relu", "log", "cosine", "separate", False, False),
+        ("relu", "tanh", "cosine", None, True, False),
+        ("relu", "ball", "square_cosine", None, False, False),
+        ("silu", "tanh", "cosine", None, False, False),
+        ("gelu", "linear", "sigmoid:k=learned", None, True, False),
+        ("prelu", "tanh", "cosine", None, False, False),
+        ("relu", "tanh", "cosine", None, False, True),
+        ("silu", "seg", "cosine", None, True, True),
     ],
 )
 def test_block_without_norm(activation, magnitude, angular, weighting, bias, compiled):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Mapping
+from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -42,7 +43,7 @@ def build_cpp_module(name: str, sources: Mapping[str, str], main: str) -> Any:
     made_of = [
         *sorted(sources.items()),
         *options,
-        _version(compiler),
+        _version(*compiler),
         torch.__version__,
         sysconfig.get_config_var("SOABI"),
     ]
@@ -85,7 +86,8 @@ def _options() -> list[str]:
     ]
 
 
-def _version(compiler: list[str]) -> str:
+@cache
+def _version(*compiler: str) -> str:
     return _run([*compiler, "--version"])
 
 
