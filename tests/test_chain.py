@@ -154,7 +154,7 @@ def shifted(module, *arguments):
     ],
 )
 def test_hooks_that_change_what_passes(where, compiled):
-    """Whoever changes a map in between gets results for the changed map."""
+    """A map that is changed in between gives the results of the changed map."""
     outputs = []
     for impl in ("reference", "fused"):
         net = small(impl)

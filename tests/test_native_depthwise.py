@@ -184,7 +184,7 @@ def test_three_rows_at_once(used, size):
     ids=["more channels than lanes", "two kernels", "less than a vector", "one pixel", "stride 4"],
 )
 def test_channels_side_by_side(used, shape, options):
-    """Also for so many images that results are computed again instead of kept."""
+    """Also for enough images that results are computed again instead of kept."""
     operator = {"magnitude": "tanh", "angular": "cosine"}
     for images in (shape[0], 40 * shape[0]):
         compare(

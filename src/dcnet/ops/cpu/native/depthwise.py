@@ -14,7 +14,7 @@ from dcnet.ops.cpu.native.lanes import BYTES, HEADERS, lanes_of
 from dcnet.ops.geometry import Geometry
 
 _BAND = 1024  # places that a loop takes at once: few enough for the fastest cache, whatever lies between the steps
-_ROWS = 3  # so many are computed at once in rows.h; a band has a multiple of them
+_ROWS = 3  # computed at once in rows.h; a band has a multiple of them
 _WASTE = 1.5  # rows are taken together if that makes at most this many places for each result
 _HEADERS = ("elementary.h", "parallel.h", "vectors.h", "kernels.h", "planes.h", "rows.h", "spread.h")
 

@@ -31,7 +31,7 @@ static long kernel_of(const struct layout *l, struct block b, long lane, long k)
 }
 static long larger_of(long a, long b) { return a > b ? a : b; }
 
-/* Memory for a piece of work, zeros where they are to stay; x NULL where there is none left. There is room for so many
+/* Memory for a piece of work, zeros where they are to stay; x NULL where there is none left. There is room for that many
  * maps of x, of gradients, and of dot products and norms. */
 static struct memory memory_of(const struct layout *l, long maps, long gradients, long results) {
     long room = (taps(l) + TOGETHER) * WIDTH, map = larger_of(in_plane(l), out_plane(l)) * WIDTH;

@@ -8,13 +8,13 @@ from dcnet.ops.geometry import Geometry
 
 HEADERS = ("elementary.h", "parallel.h", "vectors.h", "kernels.h", "lanes.h", "lanes_spread.h")
 BYTES = 32  # of a vector: eight channels side by side
-_FARTHEST, _MOST_STEPS = 16, 4  # of a kernel in one dimension; lanes_spread.h has room for so many
+_FARTHEST, _MOST_STEPS = 16, 4  # of a kernel in one dimension; lanes_spread.h has room for that
 _WIDEST = 64  # of maps; rows of wider ones are long enough for loops along them
 _FEWEST = 8  # channels: fewer leave lanes empty
 
 
 class Lanes(NamedTuple):
-    """The sizes of a layer; `struct layout` in lanes.h has the same."""
+    """The sizes of a layer, field by field as in `struct layout` of lanes.h, which differs from that of planes.h."""
 
     images: int
     channels: int
