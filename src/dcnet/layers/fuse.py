@@ -20,6 +20,7 @@ from dcnet.layers.fusion import (
     plain_class,
 )
 from dcnet.layers.post_ops import FUSED_NORMS
+from dcnet.layers.rewriting import Rewritten, restore_, rewrite_
 from dcnet.layers.running import Call, Made, run_once
 from dcnet.ops import ONLY
 
@@ -86,14 +87,18 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
         if not followers or name not in places:
             report.left[name] = reason if name in places else "the model itself"
             continue
-        behind = [None if one is None else places[one] for one in (norm, activation)]
-        fusion = Fusion(name, places[name], behind[0], behind[1])
+        fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""))
         for one in followers:
             _follow(modules[one], fusion)
         wanted[name].fusion = fusion
         report.fused[name] = followers
         if reason:
             report.fused[name][-1] += f" ({reason})"
+    for name, module in list(model.named_modules()):
+        prefix = f"{name}." * bool(name)
+        for conv, behind in rewrite_(module).items():
+            done = ["an addition", *[prefix + one for one in behind]]
+            report.fused[prefix + conv] += [] if "an addition" in report.fused[prefix + conv] else done
     return report
 
 
@@ -110,6 +115,8 @@ def unfuse_(model: nn.Module) -> nn.Module:
             assert isinstance(module, nn.Module)
             del module.fusions
             module.__class__ = plain_class(module)
+        if isinstance(module, Rewritten):
+            restore_(module)
     return model
 
 

@@ -72,15 +72,15 @@ class Fusion:
 
     def forward(self, conv: Any, x: Tensor) -> Tensor:
         """Return the convolution of x, finished if the modules behind it will hand it through."""
-        fused = self._holds(conv)
-        y = conv.decouple(x, self._post_ops() if fused else None)[0]
+        fused = self.holds(conv)
+        y = conv.decouple(x, self.post_ops() if fused else None)[0]
         self.norm_waits = fused and self.norm is not None
         self.activation_waits = fused and self.activation is not None
         if not torch.compiler.is_compiling():
             self.result = ref(y) if fused else None
         return y  # type: ignore[no-any-return]
 
-    def _holds(self, conv: Any) -> bool:
+    def holds(self, conv: Any) -> bool:
         """Tell whether the modules are those that were fused, without hooks that want to see what lies between them."""
         # a replica of nn.DataParallel shares this object with the others, each on a device of its own
         if not self.conv.holds(conv) or hooked(conv) or getattr(conv, "_is_replica", False):
@@ -97,7 +97,8 @@ class Fusion:
                 return False
         return True
 
-    def _post_ops(self) -> PostOps:
+    def post_ops(self) -> PostOps:
+        """Return what the convolution does for the modules behind it."""
         norm = None if self.norm is None else self.norm.module
         inside = None if norm is None else norm._modules.get("act")  # timm's BatchNormAct2d
         found = activation_of(inside if self.activation is None else self.activation.module)

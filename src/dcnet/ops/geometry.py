@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,6 +54,12 @@ class Geometry:
                     f"the kernel spans {span} in dimension {i + 2}, but the input with its padding has {room} "
                     f"(sizes {tuple(sizes)})"
                 )
+
+    def output_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes of the output for an input of these sizes."""
+        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        rooms = [size + sum(sides) for size, sides in zip(sizes, self.padding, strict=True)]
+        return tuple((room - span) // step + 1 for room, span, step in zip(rooms, spans, self.stride, strict=True))
 
     def pad(self, x: Tensor) -> Tensor:
         """Return x with the padding written out, in this geometry's padding mode."""
@@ -111,6 +118,13 @@ LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input ve
 known_geometry = lru_cache(1024)(make_geometry)
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def convolution_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype PyTorch's convolution would compute in: autocast's where it is on."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if on else x.dtype
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:

@@ -23,7 +23,7 @@ from dcnet.ops.fused.operands import (
     Options,
     is_depthwise,
 )
-from dcnet.ops.geometry import Geometry, convolve
+from dcnet.ops.geometry import Geometry, convolution_dtype, convolve
 from dcnet.ops.inputs import Inputs, LearnedRadius
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.operator import Operator
@@ -62,7 +62,7 @@ def _inner_product_kernel(inputs: Inputs) -> Tensor:
     if operator.weighting is not None or operator.magnitude.value("alpha", 1.0) != 1.0 or torch.compiler.is_compiling():
         return _EAGER.inner_product_kernel(inputs)
     with on_device(inputs.x):
-        return unit_kernel(inputs.weight, inputs.eps, _convolution_dtype(inputs.x))
+        return unit_kernel(inputs.weight, inputs.eps, convolution_dtype(inputs.x))
 
 
 _EAGER = Composite()
@@ -76,7 +76,7 @@ def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
     native, post_ops, x = HOST.module, inputs.post_ops, inputs.x
     if native is None or inputs.geometry.symmetric_padding is None:
         return None
-    dtype = _convolution_dtype(x)
+    dtype = convolution_dtype(x)
     if x.dtype != dtype:
         x = x.to(dtype)
     if post_ops is not None and not _share_a_pass(post_ops):
@@ -86,7 +86,7 @@ def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
 
 def _decouple(inputs: Inputs, post_ops: PostOps) -> tuple[Tensor, Tensor | None]:
     """Bring the operands into the form that the operator takes, and call it; running averages are updated."""
-    x, dtype = inputs.x, _convolution_dtype(inputs.x)
+    x, dtype = inputs.x, convolution_dtype(inputs.x)
     if x.dtype != dtype:
         x = x.to(dtype)
     if inputs.geometry.symmetric_padding is None:
@@ -190,9 +190,3 @@ _known_options = lru_cache(4096)(_options)
 
 def _dense(vector: Tensor | None) -> Tensor | None:
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
-
-
-def _convolution_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype PyTorch's convolution would compute in: autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype

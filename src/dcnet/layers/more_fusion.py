@@ -1,0 +1,198 @@
+"""Let fused convolutions do more of the recorded code around them: add a residual, and hand energies on."""
+
+import operator as python
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.fusion import Fusion, activation_of
+from dcnet.layers.own_code import Source, record
+from dcnet.ops import activate
+from dcnet.ops.geometry import convolution_dtype
+
+_SUMS = {("call_function", python.add), ("call_function", torch.add), ("call_method", "add")}
+
+
+class Code(NamedTuple):
+    """Rewritten code, as a function of the module and its input, and what it relies on.
+
+    skipped: modules that are not called anymore, beside those that a convolution's own fusion knows. additions: by the
+    name of the convolution that adds a residual, that of the activation it applies to the sum, if any.
+    """
+
+    function: Callable[[nn.Module, Any], Any]
+    sources: list[Source]
+    convs: list[Decoupled]
+    skipped: list[nn.Module]
+    additions: dict[str, list[str]]
+
+
+def rewritten_code(module: nn.Module) -> Code | None:
+    """Return a module's code in which fused convolutions add residuals and hand energies on; None if none would."""
+    recording = record(module)
+    if recording is None:
+        return None
+    graph, modules = recording.graph, dict(module.named_modules(remove_duplicate=False))
+    runs: dict[fx.Node, Decoupled] = {}
+    skipped = [source.module for source in recording.sources[1:]]
+    additions: dict[str, list[str]] = {}
+    for node in list(graph.nodes):
+        layer = modules[str(node.target)] if node.op == "call_module" else None
+        chain = _chain(modules, node, layer.fusion) if isinstance(layer, Decoupled) and layer.fusion else None
+        if chain is None:
+            continue
+        assert isinstance(layer, Decoupled)
+        addition = _addition(modules, chain, layer.fusion, recording.in_place)
+        if addition is not None:
+            additions[str(node.target)] = [str(addition.activation.target)] if addition.activation else []
+        calls = [one for one in (*chain, *(addition.behind if addition else [])) if one.op == "call_module"]
+        known = [place.module for place in (layer.fusion.norm, layer.fusion.activation) if place is not None]
+        skipped += [m for m in (modules[str(one.target)] for one in calls) if m is not layer and m not in known]
+        runs[_run_fused(graph, chain, addition)] = layer
+    left = any((node.op, node.target) == ("call_function", python.add) for node in graph.nodes)
+    if recording.in_place and left:  # it would change something that others may read
+        return None
+    if not _hand_on_energies(graph, runs) and not additions:
+        return None
+    graph.lint()
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, f"<{type(module).__name__}, rewritten by dcnet.fuse_>", "exec"), names)
+    return Code(names["forward"], recording.sources, list(runs.values()), list(dict.fromkeys(skipped)), additions)
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    """Return the call that alone takes a result, once."""
+    readers = list(node.users)
+    return readers[0] if len(readers) == 1 and readers[0].all_input_nodes.count(node) == 1 else None
+
+
+def _called(modules: dict[str, nn.Module], node: fx.Node | None) -> nn.Module | None:
+    return modules[str(node.target)] if node is not None and node.op == "call_module" else None
+
+
+def _through_identities(modules: dict[str, nn.Module], node: fx.Node) -> list[fx.Node]:
+    """Return the calls of nn.Identity that a result goes through."""
+    passed: list[fx.Node] = []
+    while (reader := _only_reader(node)) is not None and type(_called(modules, reader)) is nn.Identity:
+        passed.append(node := reader)
+    return passed
+
+
+def _chain(modules: dict[str, nn.Module], conv: fx.Node, fusion: Fusion) -> list[fx.Node] | None:
+    """Return a convolution's call and those of the modules whose work it does; None where these are not all here."""
+    chain = [conv]
+    for place in (fusion.norm, fusion.activation):
+        if place is None:
+            continue
+        chain += _through_identities(modules, chain[-1])
+        reader = _only_reader(chain[-1])
+        if reader is None or _called(modules, reader) is not place.module:
+            return None
+        chain.append(reader)
+    return chain + _through_identities(modules, chain[-1])
+
+
+class _Addition(NamedTuple):
+    residual: fx.Node
+    in_place: bool
+    activation: fx.Node | None
+    behind: list[fx.Node]  # the sum and the calls behind it
+
+
+def _addition(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusion, in_place: bool) -> _Addition | None:
+    """Return the addition that alone takes the end of a chain, with a ReLU behind it, if the pass can do that."""
+    conv, last = chain[0], chain[-1]
+    inside = None if fusion.norm is None else fusion.norm.module._modules.get("act")  # timm's BatchNormAct2d
+    if fusion.norm is None or fusion.activation is not None or activation_of(inside) != (None, None):
+        return None
+    total = _only_reader(last)
+    if total is None or len(total.args) != 2 or total.kwargs or not all(isinstance(a, fx.Node) for a in total.args):
+        return None
+    kind = total.op, total.target
+    in_place = kind == ("call_method", "add_") or (in_place and kind == ("call_function", python.add))
+    if (kind not in _SUMS and not in_place) or (in_place and total.args[0] is not last):
+        return None
+    residual = next(a for a in total.args if a is not last)
+    assert isinstance(residual, fx.Node)
+    x = conv.args[0]
+    # the convolution then waits for the residual: nothing in between may change its input
+    if not residual < conv and (not isinstance(x, fx.Node) or len(x.users) > 1):
+        return None
+    behind = [total, *_through_identities(modules, total)]
+    reader = _only_reader(behind[-1])
+    found = activation_of(_called(modules, reader))
+    activation = reader if found is not None and found[0] == "relu" else None
+    if activation is not None:
+        behind += [activation, *_through_identities(modules, activation)]
+    return _Addition(residual, in_place, activation, behind)
+
+
+def _run_fused(graph: fx.Graph, chain: list[fx.Node], addition: _Addition | None) -> fx.Node:
+    """Put one call in the place of a convolution and all that it does; return it."""
+    conv, replaced = chain[0], chain if addition is None else [*chain, *addition.behind]
+    waits = addition is not None and not addition.residual < conv
+    with graph.inserting_before(replaced[-1] if waits else conv):
+        layer = graph.get_attr(str(conv.target))
+        adds = () if addition is None else (addition.residual, addition.in_place, addition.activation is not None)
+        run = graph.call_function(run_fused, (layer, conv.args[0], None, False, *adds))
+        result = graph.call_function(python.getitem, (run, 0))
+    replaced[-1].replace_all_uses_with(result)
+    for node in reversed(replaced):
+        graph.erase_node(node)
+    return run
+
+
+def _hand_on_energies(graph: fx.Graph, runs: dict[fx.Node, Decoupled]) -> bool:
+    """Let results that only fused convolutions read take their energy along; tell whether there are some.
+
+    An energy has a gradient of its own, which the map's does not include, so nobody else may see that map.
+    """
+    found = False
+    for run in runs:
+        (result,) = run.users
+        # one whose channels are in groups needs energies of the groups
+        takers = [r for r in result.users if r in runs and r.args[1] is result and getattr(runs[r], "groups", 1) == 1]
+        if not takers or any(reader not in runs for reader in result.users):
+            continue
+        with graph.inserting_after(result):
+            energy = graph.call_function(python.getitem, (run, 1))
+        run.update_arg(3, True)
+        for taker in takers:
+            taker.update_arg(2, energy)
+        found = True
+    return found
+
+
+def run_fused(
+    conv: Decoupled,
+    x: Tensor,
+    energy: Tensor | None,
+    leave_energy: bool,
+    residual: Tensor | None = None,
+    in_place: bool = False,
+    relu: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return a fused convolution of x, plus the residual, and the energy of that.
+
+    in_place: the residual was to be added in place, which keeps the dtype of the sum.
+    """
+    assert conv.fusion is not None
+    post_ops, activation = conv.fusion.post_ops(), "relu" if relu else None
+    if residual is None:
+        return conv.decouple(x, post_ops, energy, leave_energy)
+    if _fits(conv, x, residual):
+        return conv.decouple(x, post_ops._replace(residual=residual, activation=activation), energy, leave_energy)
+    y = conv.decouple(x, post_ops, energy)[0]
+    return activate(y.add_(residual) if in_place else y + residual, activation, None), None
+
+
+def _fits(conv: Decoupled, x: Tensor, residual: Tensor) -> bool:
+    """Tell whether a residual has the shape and dtype of the convolution's result, so that the sum has them too."""
+    geometry = conv._geometry()
+    if x.dim() != geometry.dims + 2 or residual.dtype != convolution_dtype(x):
+        return False
+    return residual.shape == (x.shape[0], len(conv.weight), *geometry.output_sizes(x.shape[2:]))

@@ -1,0 +1,92 @@
+"""Rewrite the forward of modules around fused convolutions: additions join their passes, and maps hand energies on.
+
+An addition, as in timm's `Bottleneck`, is no module: it stands in the code of the module around. torch.fx records that
+code, and the recording runs instead of it. There a convolution adds the residual in its own pass, and leaves the energy
+of its result for a convolution that alone reads it.
+"""
+
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from torch.fx import Proxy
+
+from dcnet.layers.more_fusion import Code, rewritten_code
+from dcnet.util.compat import hooked
+
+
+class Rewritten:
+    """Goes before a module's class among the bases: runs the rewritten code while that holds."""
+
+    fused_code: Code | None = None
+
+    def runs_fused_code(self, x: Any) -> bool:
+        """Tell whether the code is to run on x: no module is another one, or has a hook that wants to see more."""
+        code = self.fused_code
+        assert isinstance(self, nn.Module)
+        if code is None or isinstance(x, Proxy):  # torch.fx shall see the modules one by one
+            return False
+        if not all(source.holds() for source in code.sources) or code.sources[0].module is not self:  # a replica
+            return False
+        for conv in code.convs:
+            if conv.fusion is None or not conv.fusion.holds(conv):
+                return False
+        return not any(hooked(one) for one in code.skipped)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # code that was made cannot be pickled, but made again
+        return _restored, (plain_kind(self),), {key: v for key, v in self.__dict__.items() if key != "fused_code"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        assert isinstance(self, nn.Module)
+        restore_(self)
+        rewrite_(self)
+
+
+def _restored(kind: type[nn.Module]) -> nn.Module:
+    fused: nn.Module = object.__new__(_rewritten_class(kind))
+    return fused
+
+
+# its input has the name that it has in the class, for callers that name it, and for torch.fx
+_FORWARD = """
+def forward(self, {input}):
+    if self.runs_fused_code({input}):
+        return self.fused_code.function(self, {input})
+    return super(Rewritten, self).forward({input})
+"""
+_CLASSES: dict[type, type[Any]] = {}
+
+
+def _rewritten_class(kind: type) -> type[Any]:
+    if kind not in _CLASSES:
+        _, input_name = signature(kind.forward).parameters  # type: ignore[attr-defined]
+        names: dict[str, Any] = {"Rewritten": Rewritten}
+        exec(_FORWARD.format(input=input_name), names)
+        members = {"__module__": __name__, "forward": names["forward"]}
+        _CLASSES[kind] = type(f"Fused{kind.__name__}", (Rewritten, kind), members)
+    return _CLASSES[kind]
+
+
+def plain_kind(module: Rewritten) -> type[nn.Module]:
+    """Return the class that a rewritten module had before."""
+    return next(kind for kind in type(module).__mro__ if kind in _CLASSES)  # FSDP may have put one of its own before it
+
+
+def rewrite_(module: nn.Module) -> dict[str, list[str]]:
+    """Rewrite a module's forward if that saves something.
+
+    Return, for convolutions inside that now add a residual, the names of the activations behind it.
+    """
+    code = None if isinstance(module, Rewritten) else rewritten_code(module)
+    if code is None:
+        return {}
+    module.__class__ = _rewritten_class(type(module))
+    module.fused_code = code  # type: ignore[assignment]
+    return code.additions
+
+
+def restore_(module: Rewritten) -> None:
+    """Let a module run its own code again."""
+    vars(module).pop("fused_code", None)
+    module.__class__ = plain_kind(module)  # type: ignore[assignment]

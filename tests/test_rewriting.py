@@ -1,0 +1,272 @@
+"""`fuse_` in the code of other people's modules: residual additions in a convolution's pass, and energies handed on."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import dcnet
+from dcnet.layers import fuse_, unfuse_
+from dcnet.layers.more_fusion import run_fused
+from dcnet.layers.rewriting import Rewritten
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
+
+
+class Bottleneck(nn.Module):
+    """As timm writes it: settings, an Identity on the way, the shortcut computed last, an addition in place."""
+
+    def __init__(self, downsample=False, width=8):
+        super().__init__()
+        self.conv1, self.bn1, self.act1 = nn.Conv2d(width, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = nn.Conv2d(8, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.drop_block, self.act2 = nn.Identity(), nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)) if downsample else None
+        self.drop_path = None
+
+    def forward(self, x):
+        shortcut = x
+        x = self.act1(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x = self.drop_block(x)
+        if self.drop_path is not None:
+            x = self.drop_path(x)
+        if self.downsample is not None:
+            shortcut = self.downsample(shortcut)
+        x += shortcut
+        return self.act2(x)
+
+
+def stage():
+    torch.manual_seed(0)
+    return nn.Sequential(Bottleneck(downsample=True), Bottleneck(), Bottleneck())
+
+
+def pair(make, impl="auto"):
+    """Return a fused model and one that is not, with the same parameters."""
+    model = make()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1.0, 0.2)
+            nn.init.normal_(module.bias, 0.0, 0.2)
+    dcnet.decouple_(model, "tanh", fuse=False, impl=impl)
+    fused = copy.deepcopy(model)
+    fuse_(fused)
+    return fused, model
+
+
+def results(model, x, training):
+    model.train(training)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y.float().square().sum() + y.float().sum()).backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()], *[b.clone() for b in model.buffers()]]
+
+
+def assert_same(model, reference, x=None, exact=True):
+    x = torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(3)) if x is None else x
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-3, "atol": 1e-4}
+    for training in (True, False):
+        for a, b in zip(results(model, x, training), results(reference, x, training), strict=True):
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+def calls_of_addition(monkeypatch):
+    """Return a list that gets, for every fused convolution of rewritten code, whether it adds, takes and leaves."""
+    seen = []
+
+    def watched(conv, x, energy, leave, residual=None, *rest):
+        y, of_y = run_fused(conv, x, energy, leave, residual, *rest)
+        seen.append((residual is not None, energy is not None, of_y is not None))
+        return y, of_y
+
+    monkeypatch.setattr("dcnet.layers.more_fusion.run_fused", watched)
+    return seen
+
+
+def test_additions_of_a_stage(monkeypatch):
+    seen = calls_of_addition(monkeypatch)
+    net, reference = pair(stage)
+    assert_same(net, reference)
+    assert [adds for adds, *_ in seen[:7]] == [False, False, True, False, True, False, True]
+    report = fuse_(unfuse_(net))
+    assert report.fused["1.conv2"] == ["1.bn2", "an addition", "1.act2"]
+    assert "1.conv2: with 1.bn2, an addition, 1.act2" in str(report)
+    assert [type(m).__name__ for m in net.modules() if isinstance(m, Rewritten)] == ["FusedSequential"] + 3 * [
+        "FusedBottleneck"
+    ]
+    assert type(unfuse_(net)) is nn.Sequential
+    assert type(net[0]) is Bottleneck
+    assert list(net.state_dict()) == list(reference.state_dict())
+
+
+def test_energies_go_through_a_stage(monkeypatch):
+    """Every map that only convolutions of the stage read takes its energy along, the last one and the shortcut not."""
+    seen = calls_of_addition(monkeypatch)
+    net, reference = pair(stage, impl="fused")
+    assert_same(net, reference, exact=False)
+    takes, leaves = [e for _, e, _ in seen[:7]], [left for *_, left in seen[:7]]
+    assert takes == [False, False, True, True, True, True, True]
+    assert leaves == [True, False, True, True, True, True, False]
+
+
+def test_a_convolution_in_groups_takes_no_energy(monkeypatch):
+    seen = calls_of_addition(monkeypatch)
+
+    def make():
+        first, second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        third, fourth = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+        return nn.Sequential(
+            *(m for conv in (first, second, third, fourth) for m in (conv, nn.BatchNorm2d(len(conv.weight))))
+        )
+
+    net, reference = pair(make, impl="fused")
+    assert_same(net, reference, exact=False)
+    assert [e for _, e, _ in seen[:4]] == [False, False, False, True]
+    assert [left for *_, left in seen[:4]] == [False, False, True, False]
+
+
+class Outer(nn.Module):
+    """The convolutions are inside children, the addition is here: as torchvision's inverted residuals are."""
+
+    def __init__(self, skips=True):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU6()),
+            *(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)),
+        )
+        self.skips = skips
+
+    def forward(self, x):
+        return x + self.inner(x) if self.skips else self.inner(x)
+
+
+def test_an_addition_outside(monkeypatch):
+    seen = calls_of_addition(monkeypatch)
+    net, reference = pair(Outer)
+    assert_same(net, reference)
+    assert [adds for adds, *_ in seen[:2]] == [False, True]
+    x = torch.randn(2, 8, 5, 5)
+    torch.testing.assert_close(net(x=x), reference(x=x))  # by its name
+
+
+def test_what_changes_later():
+    """A setting, a child, one more module, and hooks on what is not called anymore all count at once."""
+    net, reference = pair(Outer)
+    for model in (net, reference):
+        model.skips = False
+    assert_same(net, reference)
+
+    net, reference = pair(stage)
+    for model in (net, reference):
+        model[1].drop_path = nn.LeakyReLU(0.5)
+        model.append(nn.Sigmoid())
+    assert_same(net, reference)
+    assert type(net[1]).__name__ == "FusedBottleneck"
+
+    for name in ("", "1", "1.drop_block", "1.act2", "1.conv2", "1.bn2", "0.downsample", "0.downsample.1"):
+        net, reference = pair(stage)
+        seen: list[list[torch.Tensor]] = [[], []]
+        for model, all_seen in zip((net, reference), seen, strict=True):
+            model.get_submodule(name).register_forward_hook(lambda _, i, o, s=all_seen: s.append(o.detach().clone()))
+        assert_same(net, reference)
+        assert len(seen[0]) == len(seen[1]) == 2
+        for a, b in zip(*seen, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+
+
+class Odd(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.conv, self.bn, self.kind = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), kind
+
+    def forward(self, x):
+        y = self.bn(self.conv(x))
+        if self.kind == "training" and self.training:
+            return y + 2.0 * x
+        return y + x
+
+
+class Asks(Odd):
+    def forward(self, x):
+        y = self.bn(self.conv(x))
+        return y + x if isinstance(x, torch.Tensor) else y
+
+
+class Calls(Odd):
+    def forward(self, x):
+        return self.helped(x, self.bn(self.conv(x)))
+
+    def helped(self, x, y):
+        return y + x if isinstance(x, torch.Tensor) else y
+
+
+class Defaults(Odd):
+    def forward(self, x, other=None):
+        y = self.bn(self.conv(x))
+        return y + (x if other is None else other)
+
+
+class OtherWayRound(Odd):
+    def forward(self, x):
+        total = 1.0 * x
+        total += self.bn(self.conv(x))
+        return total + x
+
+
+@pytest.mark.parametrize("make", [lambda: Odd("training"), *[lambda k=k: k("") for k in (Asks, Calls, Defaults)]])
+def test_code_that_depends_on_more_is_not_rewritten(make):
+    net, reference = pair(make)
+    assert not isinstance(net, Rewritten)
+    assert_same(net, reference)
+
+
+def test_an_addition_into_something_else():
+    """`total += conv` changes total, which others may read."""
+    net, reference = pair(lambda: OtherWayRound(""))
+    assert not isinstance(net, Rewritten)
+    assert_same(net, reference)
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pool, self.conv, self.bn = nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        y = self.bn(self.conv(self.pool(x)))
+        return self.relu(y + x)
+
+
+@pytest.mark.parametrize("impl", ["auto", "fused"])
+def test_a_residual_of_another_shape_or_dtype(impl):
+    net, reference = pair(Pooled, impl)
+    assert isinstance(net, Rewritten)
+    assert_same(net, reference, torch.randn(32, 8, 2, 2), exact=impl == "auto")
+
+    net, reference = pair(lambda: Odd(""), impl)
+    assert isinstance(net, Rewritten)
+    x = torch.randn(2, 8, 5, 5)
+    with torch.autocast("cpu", torch.bfloat16):  # the convolution's result is bfloat16, the sum float32
+        assert net(x).dtype == reference(x).dtype == torch.float32
+        torch.testing.assert_close(net(x), reference(x), rtol=5e-2, atol=5e-2)
+
+
+def test_copies_pickles_and_compile():
+    net, reference = pair(stage)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert other.fused_code.sources[0].module is other
+        assert other[1].fused_code.convs[0] is other[1].conv1
+        assert_same(other, copy.deepcopy(reference))
+    net.eval()
+    x = torch.randn(2, 8, 5, 5)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), reference.eval()(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.export.export(net, (x,)).module()(x), reference(x), rtol=1e-5, atol=1e-6)
+    traced = torch.fx.symbolic_trace(net)
+    assert sum(node.op == "call_module" for node in traced.graph.nodes) == 23  # one by one
+    torch.testing.assert_close(traced(x), reference(x), rtol=1e-5, atol=1e-6)
