@@ -12,6 +12,7 @@ from dcnet.layers import fuse_, unfuse_
 from dcnet.layers.more_fusion import run_fused
 from dcnet.layers.rewriting import Rewritten
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
 
 
@@ -46,7 +47,7 @@ def stage():
 
 def pair(make, impl="auto"):
     """Return a fused model and one that is not, with the same parameters."""
-    model = make()
+    model = make().to(DEVICE)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.weight, 1.0, 0.2)
@@ -68,6 +69,7 @@ def results(model, x, training):
 
 def assert_same(model, reference, x=None, exact=True):
     x = torch.randn(2, 8, 5, 5, generator=torch.Generator().manual_seed(3)) if x is None else x
+    x, exact = x.to(DEVICE), exact and DEVICE == "cpu"
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-3, "atol": 1e-4}
     for training in (True, False):
         for a, b in zip(results(model, x, training), results(reference, x, training), strict=True):
@@ -149,7 +151,7 @@ def test_an_addition_outside(monkeypatch):
     net, reference = pair(Outer)
     assert_same(net, reference)
     assert [adds for adds, *_ in seen[:2]] == [False, True]
-    x = torch.randn(2, 8, 5, 5)
+    x = torch.randn(2, 8, 5, 5, device=DEVICE)
     torch.testing.assert_close(net(x=x), reference(x=x))  # by its name
 
 
@@ -175,7 +177,7 @@ def test_what_changes_later():
         assert_same(net, reference)
         assert len(seen[0]) == len(seen[1]) == 2
         for a, b in zip(*seen, strict=True):
-            torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+            torch.testing.assert_close(a, b, **({"rtol": 0.0, "atol": 0.0} if DEVICE == "cpu" else {}))
 
 
 class Odd(nn.Module):
@@ -250,8 +252,8 @@ def test_a_residual_of_another_shape_or_dtype(impl):
 
     net, reference = pair(lambda: Odd(""), impl)
     assert isinstance(net, Rewritten)
-    x = torch.randn(2, 8, 5, 5)
-    with torch.autocast("cpu", torch.bfloat16):  # the convolution's result is bfloat16, the sum float32
+    x = torch.randn(2, 8, 5, 5, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):  # the convolution's result is bfloat16, the sum float32
         assert net(x).dtype == reference(x).dtype == torch.float32
         torch.testing.assert_close(net(x), reference(x), rtol=5e-2, atol=5e-2)
 
@@ -263,7 +265,7 @@ def test_copies_pickles_and_compile():
         assert other[1].fused_code.convs[0] is other[1].conv1
         assert_same(other, copy.deepcopy(reference))
     net.eval()
-    x = torch.randn(2, 8, 5, 5)
+    x = torch.randn(2, 8, 5, 5, device=DEVICE)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), reference.eval()(x), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.export.export(net, (x,)).module()(x), reference(x), rtol=1e-5, atol=1e-6)

@@ -5,9 +5,10 @@ A release that drops one of them breaks this file and no other. Seen in torch 2.
 
 import ast
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -138,20 +139,72 @@ def launch_facts(compiled: Any) -> tuple[int, int, int, tuple[Any, ...]] | None:
     return compiled.function, 32 * facts.num_warps, facts.shared, tuple(compiled.src.signature.values())
 
 
-@contextmanager
-def compiling_together(workers: int) -> Iterator[bool]:
-    """Let Triton kernels that are warmed up in this context compile side by side; wait for them at its end.
+class KernelCompilers:
+    """Threads in which Triton kernels compile side by side, and are loaded: Triton 3.6 builds C for that, each time.
 
-    A kernel that cannot be compiled raises when it is launched, not here. Yield whether it can be done now: not inside
-    another such context.
+    A kernel that cannot be compiled raises when it is launched, not here.
     """
-    from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-    if active_mode.get() is not None:
-        yield False
-        return
-    with ThreadPoolExecutor(workers) as executor, AsyncCompileMode(executor, ignore_errors=True):
-        yield True
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._mode: Any = None
+        self._lock = Lock()  # backward runs in threads of its own
+
+    @contextmanager
+    def collecting(self) -> Iterator[bool]:
+        """Let kernels that are warmed up in this context compile in the background.
+
+        Yield whether that can be done now: not inside another such context.
+        """
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+        if active_mode.get() is not None:
+            yield False
+            return
+        with self._lock:
+            if self._mode is None:  # one for all, which compiles what several layers need once
+                self._mode = AsyncCompileMode(_Loading(self.workers), ignore_errors=True)
+            mode = self._mode
+        token = active_mode.set(mode)
+        try:
+            yield True
+        finally:
+            active_mode.reset(token)
+
+    def wait_for(self, kernels: Iterable[Any]) -> None:
+        """Wait for kernels that were warmed up."""
+        with self._lock:
+            for kernel in kernels:
+                if hasattr(kernel, "future"):
+                    kernel.result(ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        if self._mode is None:
+            return
+        with self._lock:
+            mode, self._mode = self._mode, None
+            for kernel in [] if mode is None else mode.future_kernels.values():
+                kernel.result(ignore_errors=True)
+        if mode is not None:
+            mode.executor.shutdown(wait=False)
+
+
+class _Loading(ThreadPoolExecutor):
+    """Runs functions that return compiled kernels, and loads these on the device that is current at the submission."""
+
+    def submit(self, compile_kernel: Any, /, *_: Any, **__: Any) -> Any:
+        if not torch.cuda.is_available():
+            return super().submit(compile_kernel)
+        device = torch.cuda.current_device()
+
+        def compile_and_load() -> Any:
+            kernel = compile_kernel()
+            with torch.cuda.device(device):
+                kernel._init_handles()
+            return kernel
+
+        return super().submit(compile_and_load)
 
 
 def build_c_module(source: str, name: str) -> Any:

@@ -1,10 +1,11 @@
 """Compile the kernels of a plan side by side, before the first of them runs.
 
 A layer of a new kind needs up to eleven variants. One after the other, as they come, they took half a minute on their
-first use.
+first use. Those of backward compile while forward goes on to the next layers.
 """
 
 import os
+from typing import Any
 
 import torch
 
@@ -12,11 +13,12 @@ from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.operands import Effects, Operands, tracking, wanted_output
 from dcnet.ops.fused.plan import Plan
 from dcnet.ops.fused.slots import BACKWARD, FORWARD
-from dcnet.util.compat import compiling_together
+from dcnet.util.compat import KernelCompilers
 
 _COUNTS = ("batches", "mean_batches")  # int64
 _MAPS = ("x", "residual", "unit", "dot", "out", "e", "grad_d", "behind", "grad_x", "grad_unit")  # with the dtype of x
 _KERNELS = ("weight", "grad_weight")
+COMPILERS = KernelCompilers(os.cpu_count() or 1)
 
 
 def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: bool) -> None:
@@ -29,17 +31,19 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
         (FORWARD, plan.ahead),
         (FORWARD, plan.epilogue(track, effects.momentum is not None)),
     ]
+    ahead = sum(len(launches.launchers) for _, launches in passes)
     if differentiable:
         o = plan.options
         behind = wanted_output(t.x, t, o) is not None
         back = plan.backward(behind, o.leaves, plan.maps == 0, t.x.requires_grad, t.weight.requires_grad)
         passes += [(BACKWARD, plan.again), (BACKWARD, back.epilogue), (BACKWARD, back.ends)]
-    with compiling_together(os.cpu_count() or 1) as can:
+    kernels: list[Any] = []
+    with COMPILERS.collecting() as can:
         if can:
             for slots, launches in passes:
                 dtypes = [_dtype(name, t) for name in slots]
-                for launcher in launches.launchers:
-                    launcher.warm_up(dtypes)
+                kernels += [launcher.warm_up(dtypes) for launcher in launches.launchers]
+    COMPILERS.wait_for(kernels[:ahead])
 
 
 def _dtype(name: str, t: Operands) -> torch.dtype:

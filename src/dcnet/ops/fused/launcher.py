@@ -92,14 +92,14 @@ class Launcher:
             values[i] = at[slot] + offset
         self.variant(*self.grid, memory.stream, *self.before, *values)
 
-    def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Compile the variant for aligned tensors of these dtypes, by slot, without running it."""
+    def warm_up(self, dtypes: Sequence[torch.dtype]) -> Any:
+        """Compile the variant for aligned tensors of these dtypes, by slot, without running it; return it."""
         values = self.values.copy()
         for i, _ in self.changing:
             values[i] = 0.5
         for i, slot, _ in self.places:
             values[i] = dtypes[slot]
-        self.kernel.warmup(*values, grid=self.grid, num_warps=self.warps)
+        return self.kernel.warmup(*values, grid=self.grid, num_warps=self.warps)
 
     def _ask_triton(self, memory: Memory, values: list[Any]) -> None:
         for i, slot, offset in self.places:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcnet.ops.fused.first_use import compile_ahead
+from dcnet.ops.fused.first_use import COMPILERS, compile_ahead
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import like
 from dcnet.ops.fused.operands import (
@@ -150,6 +150,7 @@ def backward(
     dot, norms, unit, vectors = kept
     device, single = x.device, torch.float32
     add = add or not want_x or plan.depthwise
+    COMPILERS.wait()
     launchers = plan.backward(out is not None, of_left is not None, add, want_x, want_weight)
     grad_d = torch.empty_like(dot)
     behind = None if out is None else torch.empty_like(dot)
