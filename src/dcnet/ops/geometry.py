@@ -123,8 +123,10 @@ _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 def convolution_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype PyTorch's convolution would compute in: autocast's where it is on."""
     kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if on else x.dtype
+    # torch.compile of PyTorch 2.11 cannot ask whether a device has autocast; "meta" has none
+    if x.dtype == torch.float64 or not (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)):
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
