@@ -24,7 +24,9 @@ class Bottleneck(nn.Module):
         self.conv1, self.bn1, self.act1 = nn.Conv2d(width, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
         self.conv2, self.bn2 = nn.Conv2d(8, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
         self.drop_block, self.act2 = nn.Identity(), nn.ReLU(inplace=True)
-        self.downsample = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)) if downsample else None
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)) if downsample else None
+        )
         self.drop_path = None
 
     def forward(self, x):
@@ -119,8 +121,8 @@ def test_a_convolution_in_groups_takes_no_energy(monkeypatch):
     seen = calls_of_addition(monkeypatch)
 
     def make():
-        first, second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
-        third, fourth = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+        first, second = (nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=False) for groups in (1, 2))
+        third, fourth = (nn.Conv2d(8, kernels, 1, bias=False) for kernels in (8, 4))
         return nn.Sequential(
             *(m for conv in (first, second, third, fourth) for m in (conv, nn.BatchNorm2d(len(conv.weight))))
         )
@@ -137,8 +139,8 @@ class Outer(nn.Module):
     def __init__(self, skips=True):
         super().__init__()
         self.inner = nn.Sequential(
-            nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU6()),
-            *(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)),
+            nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6()),
+            *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)),
         )
         self.skips = skips
 
@@ -183,7 +185,7 @@ def test_what_changes_later():
 class Odd(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.conv, self.bn, self.kind = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), kind
+        self.conv, self.bn, self.kind = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), kind
 
     def forward(self, x):
         y = self.bn(self.conv(x))
