@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import needs
 from torch import nn
 
 import dcnet
@@ -274,3 +275,23 @@ def test_copies_pickles_and_compile():
     traced = torch.fx.symbolic_trace(net)
     assert sum(node.op == "call_module" for node in traced.graph.nodes) == 23  # one by one
     torch.testing.assert_close(traced(x), reference(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "additions"),
+    [
+        *(("timm", "resnet18", 8), ("timm", "resnet50", 16), ("timm", "mobilenetv3_large_100", 10)),
+        *(("timm", "regnety_002", 13), ("torchvision", "mobilenet_v2", 10), ("torchvision", "regnet_y_400mf", 16)),
+    ],
+)
+def test_other_peoples_networks(library, name, additions):
+    """As many additions are fused as there are residual units, and the network computes what it did."""
+    create = needs("torchvision").models.get_model if library == "torchvision" else needs("timm").create_model
+    torch.manual_seed(0)
+    reference = create(name, num_classes=10).eval().to(DEVICE)
+    dcnet.decouple_(reference, "tanh", fuse=False)
+    net, x = copy.deepcopy(reference), torch.randn(2, 3, 64, 64, device=DEVICE)
+    report = fuse_(net, x)
+    assert sum("an addition" in fused for fused in report.fused.values()) == additions
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), reference(x), **({"rtol": 0.0, "atol": 0.0} if DEVICE == "cpu" else {}))

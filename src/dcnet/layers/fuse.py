@@ -46,8 +46,9 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
 
     Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its
     result through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish,
-    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads what lies between. Results are the
-    same, in fewer passes over memory.
+    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads what lies between. A residual
+    addition behind a BatchNorm is fused too, with a ReLU behind it, where the code around can be recorded by torch.fx
+    and depends on its module's children and settings only. Results are the same, in fewer passes over memory.
     A module that is replaced or hooked later computes for itself again. `unfuse_` takes it back.
 
     Args:
