@@ -45,6 +45,7 @@ sizes = []
 real = ThreadPoolExecutor.submit
 ThreadPoolExecutor.submit = lambda self, *rest: (sizes.append(1), real(self, *rest))[1]
 first_use.compile_ahead(plan, t, effects, True)
+first_use.COMPILERS.wait()
 ahead = len(sizes)
 
 # what a step launches, with tensors as it would have them
@@ -54,7 +55,6 @@ def tensor(name):
     return torch.zeros(64, dtype=torch.bfloat16 if name in half else slots.get(name, torch.float32))
 back = plan.backward(False, True, True, True, True)
 compiled = []
-triton.runtime.jit.JITFunction.compile = lambda self, src, **rest: compiled.append(src.fn.fn.__name__)
 passes = (FORWARD, plan.ahead), (FORWARD, plan.epilogue(1, True)), (BACKWARD, back.epilogue), (BACKWARD, back.ends)
 for names, launches in passes:
     for launcher in launches.launchers:
@@ -63,6 +63,7 @@ for names, launches in passes:
             values[i] = 0.125
         for i, slot, _ in launcher.places:
             values[i] = tensor(names[slot])
+        launcher.kernel.compile = lambda src, **rest: compiled.append(src.fn.fn.__name__)
         launcher.kernel.run(*values, grid=launcher.grid, warmup=True, num_warps=launcher.warps)
 print(ahead, compiled)
 """
