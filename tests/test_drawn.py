@@ -314,3 +314,18 @@ def test_of_a_long_name_both_ends_are_shown(axis):
     assert text.get_text().startswith("begin")
     assert text.get_text().endswith("end")
     assert len(text.get_text()) <= 32
+
+
+def test_of_long_names_what_tells_them_apart_is_shown(axis):
+    entry = [{"epoch": 1, "test_accuracy": 50.0}]
+    ends = "a-very-long-beginning", "and-an-end-that-all-have-in-common"
+    names = ["-".join((ends[0], middle, ends[1])) for middle in ("plain", "tanh-cosine", "tanh")]
+    figures.draw_convergence(axis, dict.fromkeys(names, entry))
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["plain", "tanh-cosine", "tanh"]
+    axis.clear()
+    figures.draw_convergence(axis, dict.fromkeys(["short", "names"], entry))
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["short", "names"]
+    axis.clear()
+    longer = f"{names[0]}-2"  # begins with another name
+    figures.draw_convergence(axis, dict.fromkeys([names[0], longer], entry))
+    assert len({text.get_text() for text in axis.get_legend().get_texts()}) == 2

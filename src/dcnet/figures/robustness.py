@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dcnet.figures.style import SIGNED, add_legend, hide, label, line_styles, new_figure, room_below, short
+from dcnet.figures.style import SIGNED, add_legend, hide, labels, line_styles, new_figure, room_below, short
 from dcnet.inspection.examples import decoded
 from dcnet.robustness import parse_attack
 from dcnet.robustness.records import check_ups_of
@@ -44,11 +44,12 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
         raise ValueError(
             f"no DeepFool in the norm {norm} was run on {', '.join(without)}; run: dcnet attack RUN --attacks {option}"
         )
+    shown_as = labels(found)
     for (name, entry), style in zip(found.items(), line_styles(), strict=False):
         sizes, attacked = entry["sizes"], entry.get("attacked", len(entry["sizes"]))
         # images that it did not fool have no size: they would stand to the right
         fooled = "" if len(sizes) == attacked else f" ({len(sizes)} of {attacked} fooled)"
-        axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=label(name) + fooled)
+        axis.plot(range(1, len(sizes) + 1), sizes, **style, linewidth=1.8, label=shown_as[name] + fooled)
     axis.set(
         xlabel="images classified right, sorted; a line ends with the last",
         ylabel=f"size of the perturbation ({'ℓ2' if norm == 'l2' else 'ℓ∞'}, pixels in [0, 1])",
@@ -104,9 +105,10 @@ def _draw_check_ups(
     if without := [name for name in runs if name not in found]:
         at, option = ("", "") if eps is None else (f" at ε · 255 = {eps:g}", f" --eps {eps:g}/255")
         raise ValueError(f"no check-up was made of {', '.join(without)}{at}; run: dcnet attack RUN{option}")
+    shown_as = labels(found)
     for (name, check_up), style in zip(found.items(), line_styles(), strict=False):
         points = points_of(check_up)
-        axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=label(name))
+        axis.plot(*zip(*points, strict=True), **style, linewidth=1.8, marker="o", markersize=4, label=shown_as[name])
     axis.set(ylabel="accuracy under PGD (%)", ylim=(-3.0, 103.0))
     axis.grid(alpha=0.25)
     add_legend(axis)

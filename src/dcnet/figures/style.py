@@ -1,8 +1,8 @@
 """What all figures share: colors, line styles, sizes."""
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, takewhile
 from typing import Any
 
 # Okabe and Ito's colors: distinct for the color-blind; the line styles and markers keep them apart in gray print.
@@ -44,6 +44,27 @@ def add_legend(axis: Any) -> None:
 def room_below(entries: int) -> float:
     """Return the inches that `add_legend` needs below the axis and its label for this many entries."""
     return 0.0 if entries <= 8 else 0.15 + 0.15 * math.ceil(entries / 2)
+
+
+def labels(names: Iterable[str]) -> dict[str, str]:
+    """Return for each of several runs' names what a legend shows: of long ones what tells them apart.
+
+    Names are made of words with hyphens between them; those that all names begin or end with are left out.
+    """
+    words = {name: name.split("-") for name in names}
+    if len(words) < 2 or max(map(len, words)) <= _LONGEST:
+        return {name: label(name) for name in words}
+    front = _shared(list(words.values()))
+    rest = [parts[front:] for parts in words.values()]
+    back = min(_shared([parts[::-1] for parts in rest]), *(len(parts) - 1 for parts in rest))
+    if back < 0:  # one name begins with another
+        return {name: label(name) for name in words}
+    return {name: label("-".join(parts[front : len(parts) - back])) for name, parts in words.items()}
+
+
+def _shared(lists: list[list[str]]) -> int:
+    """Return how many entries all lists begin with."""
+    return sum(1 for _ in takewhile(lambda entries: len(set(entries)) == 1, zip(*lists, strict=False)))
 
 
 def label(name: str) -> str:

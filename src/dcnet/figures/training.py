@@ -12,6 +12,7 @@ from dcnet.figures.style import (
     grid_of,
     hide,
     label,
+    labels,
     line_styles,
     new_figure,
     room_below,
@@ -27,13 +28,14 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
     """Draw "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
     if what not in ("accuracy", "loss"):
         raise ValueError(f"unknown curve {what!r}; possible: accuracy, loss")
+    shown_as = labels(runs)
     for (name, metrics), style, dot in zip(runs.items(), line_styles(), dots(), strict=False):
         tested = any(f"test_{what}" in entry for entry in metrics)
         for split, width, alpha in (("train", 1.0, 0.55), ("test", 2.2, 1.0)):
             points = [(entry["epoch"], entry[f"{split}_{what}"]) for entry in metrics if f"{split}_{what}" in entry]
             if points:
                 marker = {"marker": dot, "markersize": 5} if len(points) == 1 else {}
-                shown = label(name) if split == "test" or not tested else None
+                shown = shown_as[name] if split == "test" or not tested else None
                 axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=shown, **marker)
     axis.set(
         xlabel="epoch",
