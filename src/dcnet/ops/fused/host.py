@@ -135,7 +135,7 @@ def counts() -> dict[str, int]:
 
 
 def _is_usual(plan: Plan) -> bool:
-    """Tell whether C++ does all that a layer of this kind needs, which has no empty maps either."""
+    """Tell whether C++ can run this plan: it knows such options, and no map is empty."""
     return known_to_cpp(plan.options) and plan.has_output and plan.norms.count > 0 and all(plan.norms.shape)
 
 
