@@ -98,7 +98,6 @@ FUSED = [
         "kernels",
         "formulas",
         "operands",
-        "slots",
         "norm_plan",
         "depthwise_plan",
         "tiles",

@@ -25,9 +25,8 @@ class Driver:
 driver.set_active(Driver())
 import dcnet
 from dcnet.ops.fused import first_use
-from dcnet.ops.fused.operands import Effects, Operands, Options, OF_BATCH, STATISTICS
+from dcnet.ops.fused.operands import BACKWARD, FORWARD, OF_BATCH, STATISTICS, Effects, Operands, Options
 from dcnet.ops.fused.plan import plan_of
-from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.operator import make_operator
 

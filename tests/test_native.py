@@ -1,6 +1,7 @@
 """The C that is written, compiled and kept: elementary functions, the compiler, the switch, the cache."""
 
 import ctypes
+import os
 import warnings
 
 import numpy as np
@@ -120,6 +121,7 @@ def test_what_is_compiled_is_kept_in_the_cache_folder(fresh):
     (library,) = fresh.glob("*.so")
     (text,) = fresh.glob("*.c")
     assert text.stem == library.stem
+    assert os.name == "nt" or fresh.stat().st_mode & 0o077 == 0  # what is executed is nobody else's to change
     assert "forward_row" in text.read_text()
     before = library.stat().st_mtime_ns
     compiler._loaded.clear()

@@ -30,7 +30,7 @@ def made_once(folder: Path, name: str, make: Callable[[Path], Path]) -> Path:
     """
     target = folder / name
     while not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what lies here is executed
         try:
             with locked(folder):
                 if target.exists():

@@ -21,6 +21,7 @@ from dcnet.ops.fused.operands import (
     Effects,
     Operands,
     Options,
+    Results,
     is_depthwise,
 )
 from dcnet.ops.geometry import Geometry, convolution_dtype, convolve
@@ -40,9 +41,10 @@ def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         y = convolve(inputs.x, _inner_product_kernel(inputs), inputs.bias, inputs.geometry)
         return y if post_ops is None else post_ops.apply(y), None
     if post_ops is None or inputs.x.shape[0] == 0 or not _share_a_pass(post_ops):
-        y, _ = _decouple(inputs, NOTHING)
+        y = _decouple(inputs, NOTHING).out
         return y if post_ops is None else post_ops.apply(y), None
-    return _decouple(inputs, post_ops)
+    results = _decouple(inputs, post_ops)
+    return results.out, results.energy
 
 
 def _share_a_pass(post_ops: PostOps) -> bool:
@@ -84,7 +86,7 @@ def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
     return native.run(*_call(inputs, x, inputs.weight, post_ops or NOTHING))
 
 
-def _decouple(inputs: Inputs, post_ops: PostOps) -> tuple[Tensor, Tensor | None]:
+def _decouple(inputs: Inputs, post_ops: PostOps) -> Results:
     """Bring the operands into the form that the operator takes, and call it; running averages are updated."""
     x, dtype = inputs.x, convolution_dtype(inputs.x)
     if x.dtype != dtype:

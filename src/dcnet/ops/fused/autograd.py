@@ -18,24 +18,24 @@ from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import kernel_launchers
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import forward
-from dcnet.ops.fused.operands import Effects, Operands, Options, for_backward, wanted_output
+from dcnet.ops.fused.operands import Effects, Operands, Options, Results, for_backward, wanted_output
 from dcnet.ops.fused.plan import Plan, plan_of
 from dcnet.util.compat import unprepared_apply
 
 
 class _Decoupled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, effects: Effects, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, plan: Plan, effects: Effects, *tensors: Any) -> Results:
         t = Operands(*tensors)
         ctx.plan = plan
-        out, left, kept = forward(plan, t, effects)
-        if left is not None:
+        results, kept = forward(plan, t, effects)
+        if results.energy is not None:
             ctx.set_materialize_grads(False)
         # a depthwise layer's dot products and norms, two maps, are quick to compute again
         dot = None if plan.depthwise or plan.options.recovers else kept.dot
         norms = None if plan.depthwise else kept.norms
-        ctx.save_for_backward(dot, norms, *kept[2:], wanted_output(out, t, plan.options), *for_backward(t))
-        return out, left
+        ctx.save_for_backward(dot, norms, *kept[2:], wanted_output(results.out, t, plan.options), *for_backward(t))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
@@ -46,16 +46,16 @@ class _Decoupled(torch.autograd.Function):
 _apply = unprepared_apply(_Decoupled)
 
 
-def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[Tensor, Tensor | None]:
+def decoupled(operands: Operands, options: Options, effects: Effects) -> Results:
     """Return the output, and its energy if the options ask for it."""
     x = operands.x
     if torch.compiler.is_compiling():
         return in_graph(operands, options, effects, _differentiable(operands))
     native = HOST.ready(x)
     if native is not None:
-        results = native.run(options, operands, effects)
-        if results is not None:
-            return results
+        found = native.run(options, operands, effects)
+        if found is not None:
+            return Results(*found)
     if elsewhere(x):
         with torch.cuda.device(x.device):
             return decoupled(operands, options, effects)
@@ -65,9 +65,9 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> tuple[T
     if residual is not None and residual.shape != (shape := output_shape(plan)):  # kernels do not broadcast
         operands = operands._replace(residual=residual.expand(shape))
     if _differentiable(operands):  # the engine runs backward on the same device
-        results = _apply(plan, effects, *operands)
+        results = Results(*_apply(plan, effects, *operands))
     else:
-        results = forward(plan, operands, effects, keep=False)[:2]
+        results, _ = forward(plan, operands, effects, keep=False)
     HOST.learn(plan, operands, options)
     return results
 

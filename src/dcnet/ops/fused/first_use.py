@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from dcnet.ops.fused.native import Launches
-from dcnet.ops.fused.operands import Effects, Operands, tracking, wanted_output
+from dcnet.ops.fused.operands import BACKWARD, FORWARD, Effects, Operands, tracking, wanted_output
 from dcnet.ops.fused.plan import Plan
-from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.util.compat import KernelCompilers
 
 _COUNTS = ("batches", "mean_batches")  # int64

@@ -20,18 +20,19 @@ from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.once import once
 from dcnet.ops.fused.op import backward, recompute
 from dcnet.ops.fused.operands import (
+    BACKWARD,
+    FORWARD,
     GIVEN,
     OF_BATCH,
-    OF_RANKS,
     READ_BY_BACKWARD,
     Kept,
     Operands,
     Options,
     arrived,
+    known_to_cpp,
     operand_gradients,
 )
 from dcnet.ops.fused.plan import Plan
-from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.util.cache import SWITCH, native_code
 from dcnet.util.compat import kernel_launch_address
 from dcnet.util.cpp import build_cpp_module
@@ -134,10 +135,8 @@ def counts() -> dict[str, int]:
 
 
 def _is_usual(plan: Plan) -> bool:
-    """Tell whether C++ does all that a layer of this kind needs; otherwise op.py does."""
-    o = plan.options
-    some = plan.has_output and plan.norms.count > 0 and all(plan.norms.shape)
-    return some and bool(o.stride) and o.mean_kind != OF_RANKS and o.operator.weighting != "separate"
+    """Tell whether C++ can run this plan: it knows such options, and no map is empty."""
+    return known_to_cpp(plan.options) and plan.has_output and plan.norms.count > 0 and all(plan.norms.shape)
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:

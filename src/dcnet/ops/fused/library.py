@@ -23,6 +23,7 @@ from dcnet.ops.fused.operands import (
     Kept,
     Operands,
     Options,
+    Results,
     arrived,
     as_arguments,
     as_options,
@@ -52,7 +53,7 @@ _KEPT = ", ".join(f"Tensor {name}" for name in Kept._fields)
 _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 
 
-def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) -> tuple[Tensor, Tensor | None]:
+def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) -> Results:
     """Return the output, and its energy if the options ask for it, while a graph is traced."""
     options = as_arguments(o)
     if t.residual is not None:
@@ -72,7 +73,7 @@ def in_graph(t: Operands, o: Options, effects: Effects, differentiable: bool) ->
         if momentum is not None:
             t = t._replace(running_mean=None, running_var=None)
         out, left, *_ = torch.ops.dcnet.decoupled(*t, *mean, *norm, batches, momentum, *options)
-    return out, left if o.leaves else None
+    return Results(out, left if o.leaves else None)
 
 
 # -- the operators, without gradients ----------------------------------------------------------------------------------
@@ -88,18 +89,23 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     )
     with on_device(t.x):
         plan = plan_of(t, o)
-        out, left, kept = forward(plan, t, Effects(tracked, momentum, batches))
+        results, kept = forward(plan, t, Effects(tracked, momentum, batches))
         HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=False)
-    return out, kept.vectors.new_empty(0) if left is None else left, *kept
+    return *_as_tensors(results, kept), *kept
 
 
-def _inference(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _inference(*arguments: Any) -> tuple[Tensor, ...]:
     t, o = Operands(*arguments[:TENSORS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
         plan = plan_of(t, o)
-        out, left, kept = forward(plan, t, NO_EFFECTS, keep=False)
+        results, kept = forward(plan, t, NO_EFFECTS, keep=False)
         HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=False)
-    return out, kept.vectors.new_empty(0) if left is None else left
+    return _as_tensors(results, kept)
+
+
+def _as_tensors(results: Results, kept: Kept) -> tuple[Tensor, ...]:
+    """Return the results with empty tensors in place of None, which operators in a graph cannot return."""
+    return tuple([kept.vectors.new_empty(0) if result is None else result for result in results])
 
 
 def _inference_fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -17,6 +17,8 @@ from dcnet.ops.fused.first_use import COMPILERS, compile_ahead
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import like
 from dcnet.ops.fused.operands import (
+    BACKWARD,
+    FORWARD,
     GIVEN,
     OF_BATCH,
     OF_RANKS,
@@ -24,11 +26,11 @@ from dcnet.ops.fused.operands import (
     Gradients,
     Kept,
     Operands,
+    Results,
     convolution,
     tracking,
 )
 from dcnet.ops.fused.plan import Plan
-from dcnet.ops.fused.slots import BACKWARD, FORWARD
 from dcnet.ops.mean_norm import BatchMean, distributed
 from dcnet.util.compat import recomputing
 
@@ -36,8 +38,8 @@ _DOT, _OUT, _RESIDUAL = map(FORWARD.index, ("dot", "out", "residual"))
 _OF_MEAN, _OF_W_NORM, _GRAD_X, _GRAD_UNIT = map(BACKWARD.index, ("of_mean", "of_w_norm", "grad_x", "grad_unit"))
 
 
-def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tuple[Tensor, Tensor | None, Kept]:
-    """Return the output, its energy if the options ask for it, and what backward needs.
+def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tuple[Results, Kept]:
+    """Return the results, and what backward needs.
 
     The output is act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone. keep: whether backward will run; otherwise
     the output may overwrite the dot product, as it does where backward recovers that.
@@ -83,7 +85,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
         plan.epilogue(track, momentum is not None)(memory, momentum or 0.0, mean_momentum)
     elif o.mean_kind == OF_BATCH:
         regions.view(vectors, "mean").fill_(torch.nan)  # the mean of no numbers
-    return out, left, Kept(dot, norms, unit, vectors)
+    return Results(out, left), Kept(dot, norms, unit, vectors)
 
 
 def _dot_and_norms(plan: Plan, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The inputs of the fused operator, what forward keeps for backward, and the gradients."""
+"""The inputs of the fused operator, what forward keeps for backward, the gradients; and the slots for all of them."""
 
 from ast import literal_eval
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcnet.formulas import angulars, magnitudes
+from dcnet.ops.fused.launcher import Place
 from dcnet.ops.fused.layout import Regions
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.operator import Operator, make_operator
@@ -36,6 +37,11 @@ class Options(NamedTuple):
     leaves: bool  # whether to return the energy of the output
     recovers: bool  # whether the output overwrites the dot product, and backward recovers that from it
     operator: Operator
+
+
+def known_to_cpp(o: Options) -> bool:
+    """Tell whether C++ does all that a layer with these options needs; otherwise op.py does."""
+    return bool(o.stride) and o.mean_kind != OF_RANKS and o.operator.weighting != "separate"
 
 
 def as_arguments(o: Options) -> tuple[str, float, float]:
@@ -106,6 +112,22 @@ def is_depthwise(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 
 READ_BY_BACKWARD = ("x", "weight", "bias", "radius", "mean_norm", "learned", "slope")
+# The slots of a call's memory, which `forward`, `backward` and `recompute` in op.py fill in this order
+FORWARD = (
+    *Operands._fields,
+    *("batches", "running_norm", "mean_batches"),
+    *("vectors", "unit", "norms", "scratch", "left", "dot", "out"),
+)
+BACKWARD = (
+    *READ_BY_BACKWARD,
+    *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
+    *("products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
+)
+
+
+def places_of(slots: tuple[str, ...]) -> dict[str, Place]:
+    """Return the places of slots by name."""
+    return {name: Place(i) for i, name in enumerate(slots)}
 
 
 def for_backward(t: Operands) -> Operands:
@@ -132,6 +154,13 @@ def tracking(effects: Effects, o: Options) -> tuple[int, float]:
     if o.mean_kind != OF_BATCH or tracked is None or tracked.running_norm is None:
         return 0, 0.0
     return (2, 0.0) if tracked.momentum is None else (1, tracked.momentum)
+
+
+class Results(NamedTuple):
+    """What forward returns."""
+
+    out: Tensor
+    energy: Tensor | None  # of the output, if the options ask for it
 
 
 class Kept(NamedTuple):

@@ -22,6 +22,8 @@ from dcnet.ops.fused.native import Launches
 from dcnet.ops.fused.norm_plan import NormPlan, kernel_launchers
 from dcnet.ops.fused.operands import (
     ALONE,
+    BACKWARD,
+    FORWARD,
     GIVEN,
     NO_MEAN,
     OF_BATCH,
@@ -34,9 +36,9 @@ from dcnet.ops.fused.operands import (
     convolution,
     gradient_regions,
     is_depthwise,
+    places_of,
     vector_regions,
 )
-from dcnet.ops.fused.slots import BACKWARD, FORWARD, places_of
 from dcnet.ops.fused.tiles import CHANNELS, Tiles, mean_parts
 
 WARPS = 4  # of a program

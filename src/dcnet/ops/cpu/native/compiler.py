@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import os
 import platform
-import secrets
 import shlex
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from dcnet.util.cache import SWITCH, cache_folder, native_code
+from dcnet.util.cache import SWITCH, cache_folder, made_once, native_code
 
 # No option that lets the compiler assume that there is no NaN. Rounding modes and floating-point exceptions, which it
 # may forget about, are nothing that PyTorch's operations keep either.
@@ -92,22 +91,17 @@ def _load(source: str) -> ctypes.CDLL:
     if compiler is None:
         raise RuntimeError("There is no C compiler (cc, gcc, clang, or $CC).")
     folder = cache_folder() / "native"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = (source, *compiler, *_OPTIONS, _version(compiler), _cpu())
-    stem = folder / hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
-    library = stem.with_suffix(".so")
-    if not library.exists():
-        text = stem.with_suffix(f".{secrets.token_hex(4)}.c")  # two processes may compile the same at once
-        made = text.with_suffix(".so")
-        try:
-            text.write_text(source, encoding="utf-8")
-            _run_compiler(compiler, text, made)
-            os.replace(made, library)
-            os.replace(text, stem.with_suffix(".c"))
-        finally:
-            text.unlink(missing_ok=True)
-            made.unlink(missing_ok=True)
-    return ctypes.CDLL(str(library))
+    name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+
+    def make(workshop: Path) -> Path:
+        text, made = workshop / f"{name}.c", workshop / f"{name}.so"
+        text.write_text(source, encoding="utf-8")
+        _run_compiler(compiler, text, made)
+        os.replace(text, folder / text.name)  # to be read beside the library
+        return made
+
+    return ctypes.CDLL(str(made_once(folder, f"{name}.so", make)))
 
 
 def _run_compiler(compiler: tuple[str, ...], text: Path, made: Path) -> None:

@@ -13,37 +13,11 @@ from dcnet.ops.cpu.native.compiler import compiled, included
 from dcnet.ops.cpu.native.lanes import BYTES, HEADERS, lanes_of
 from dcnet.ops.geometry import Geometry
 
+Sizes = tuple[int, ...]
 _BAND = 1024  # places that a loop takes at once: few enough for the fastest cache, whatever lies between the steps
 _ROWS = 3  # computed at once in rows.h; a band has a multiple of them
 _WASTE = 1.5  # rows are taken together if that makes at most this many places for each result
 _HEADERS = ("elementary.h", "parallel.h", "vectors.h", "kernels.h", "planes.h", "rows.h", "spread.h")
-
-
-class Layout(NamedTuple):
-    """The sizes of a layer; `struct layout` in planes.h has the same."""
-
-    images: int
-    channels: int
-    multiplier: int
-    height: int
-    width: int
-    read_height: int
-    read_width: int
-    out_height: int
-    out_width: int
-    step_y: int
-    step_x: int
-    before_y: int
-    before_x: int
-    pitch: int
-    plane: int
-    stack: int
-    spacing: int
-    band: int
-    in_band: int
-    kernel: int
-    taps: int
-    margin: int
 
 
 class _Along(NamedTuple):
@@ -87,8 +61,11 @@ def _in_a_band(rows: int, most: int, stack: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[Layout, Any, Any]:
-    """Return the layout for x of this shape, the same as C takes it, and the taps: numbers, phases and places."""
+def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[Sizes, Any, Any]:
+    """Return the sizes of results for x of this shape, `struct layout` of planes.h, and the taps.
+
+    Of each tap C takes its number, its phase and its place.
+    """
     images, channels, *sizes = shape
     g, before, after = geometry, *zip(*geometry.padding, strict=True)
     along = [_along(*row) for row in zip(sizes, g.kernel_size, g.stride, g.dilation, before, after, strict=True)]
@@ -102,41 +79,42 @@ def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple
     most = _BAND // pitch if pitch <= _WASTE * x.out else 1  # rows that are taken together
     stack = max(1, min(images, most // y.spacing))
     rows, in_rows = (y.out, -(-y.size // y.step)) if stack == 1 else (stack * y.spacing, stack * y.spacing)
-    layout = Layout(
-        images,
-        channels,
-        kernels // channels,
-        height=y.size,
-        width=x.size,
-        read_height=min(y.size, y.read - y.before),
-        read_width=min(x.size, x.read - x.before),
-        out_height=y.out,
-        out_width=x.out,
-        step_y=y.step,
-        step_x=x.step,
-        before_y=y.before,
-        before_x=x.before,
-        pitch=pitch,
-        plane=pitch * ((stack - 1) * y.spacing + y.length),
-        stack=stack,
-        spacing=y.spacing,
-        band=_in_a_band(rows, most, stack),
-        in_band=_in_a_band(in_rows, most, stack),
-        kernel=math.prod(g.kernel_size),
-        taps=len(taps),
-        margin=max((place for _, _, place in taps), default=0),
-    )
-    return layout, longs(layout), longs([number for column in zip(*taps, strict=True) for number in column])
+    layout = {  # in the order of C's
+        "images": images,
+        "channels": channels,
+        "multiplier": kernels // channels,
+        "height": y.size,
+        "width": x.size,
+        "read_height": min(y.size, y.read - y.before),
+        "read_width": min(x.size, x.read - x.before),
+        "out_height": y.out,
+        "out_width": x.out,
+        "step_y": y.step,
+        "step_x": x.step,
+        "before_y": y.before,
+        "before_x": x.before,
+        "pitch": pitch,
+        "plane": pitch * ((stack - 1) * y.spacing + y.length),
+        "stack": stack,
+        "spacing": y.spacing,
+        "band": _in_a_band(rows, most, stack),
+        "in_band": _in_a_band(in_rows, most, stack),
+        "kernel": math.prod(g.kernel_size),
+        "taps": len(taps),
+        "margin": max((place for _, _, place in taps), default=0),
+    }
+    in_columns = [number for column in zip(*taps, strict=True) for number in column]
+    return tuple(a.out for a in along), longs([*layout.values()]), longs(in_columns)
 
 
 class Depthwise:
     """The value and the gradients of an operator in a depthwise layer.
 
-    layout_of: returns the sizes that the library takes.
+    layout_of: returns the sizes of results, and the layout and taps that the library takes.
     radius: which vector is to be multiplied by the mean norm of the channel, or −1.
     """
 
-    def __init__(self, library: ctypes.CDLL, layout_of: Callable[..., tuple[Any, Any, Any]]) -> None:
+    def __init__(self, library: ctypes.CDLL, layout_of: Callable[..., tuple[Sizes, Any, Any]]) -> None:
         self._layout_of = layout_of
         self._forward, self._backward = library.forward, library.backward
         pointer, number = ctypes.c_void_p, ctypes.c_long
@@ -148,11 +126,11 @@ class Depthwise:
         self, x: Tensor, kernels: Tensor, geometry: Geometry, eps: float, vectors: Sequence[Tensor], radius: int
     ) -> tuple[Tensor, Tensor]:
         """Return y, and the mean norms of the channels, which are there if a radius is relative to them."""
-        layout, sizes, taps = self._layout_of(geometry, x.shape, len(kernels))
-        y = x.new_empty((len(x), len(kernels), *(layout.out_height, layout.out_width)[-geometry.dims :]))
+        out, layout, taps = self._layout_of(geometry, x.shape, len(kernels))
+        y = x.new_empty((len(x), len(kernels), *out))
         means = x.new_empty(x.shape[1])
         given = (x.data_ptr(), kernels.data_ptr(), addresses(vectors), means.data_ptr())
-        call(self._forward, sizes, taps, eps, radius, *given, y.data_ptr())
+        call(self._forward, layout, taps, eps, radius, *given, y.data_ptr())
         return y, means
 
     def backward(
@@ -171,10 +149,10 @@ class Depthwise:
         sums: Sequence[Tensor],
     ) -> None:
         """Write the gradients in x, in the kernels and in the vectors, `sums`."""
-        _, sizes, taps = self._layout_of(geometry, x.shape, len(kernels))
+        _, layout, taps = self._layout_of(geometry, x.shape, len(kernels))
         given = (x.data_ptr(), kernels.data_ptr(), addresses(vectors), means.data_ptr())
         others = (None if t is None else t.data_ptr() for t in (y, e, of_x, of_kernels))
-        call(self._backward, sizes, taps, eps, radius, *given, *others, addresses(sums))
+        call(self._backward, layout, taps, eps, radius, *given, *others, addresses(sums))
 
 
 def compiled_depthwise(rows: str, lanes: bool) -> Depthwise | None:

@@ -11,7 +11,7 @@ enum { LANES = 2 * WIDTH }; /* what is done with each pixel by itself is done wi
 enum { LANES = WIDTH };
 #endif
 
-/* Sizes, in the order of `Lanes` in lanes.py */
+/* Sizes, in the order of `lanes_of` in lanes.py */
 struct layout {
     long images, channels, multiplier; /* kernels of each channel */
     long height, width, read_height, read_width, out_height, out_width; /* what no patch holds is not read */

@@ -1,7 +1,7 @@
 """Depthwise layers on small maps in C, channels side by side: sizes for lanes.c, and which layers it is for."""
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcnet.ops.cpu.native.call import longs
 from dcnet.ops.geometry import Geometry
@@ -11,32 +11,6 @@ BYTES = 32  # of a vector: eight channels side by side
 _FARTHEST, _MOST_STEPS = 16, 4  # of a kernel in one dimension; lanes_spread.h has room for that
 _WIDEST = 64  # of maps; rows of wider ones are long enough for loops along them
 _FEWEST = 8  # channels: fewer leave lanes empty
-
-
-class Lanes(NamedTuple):
-    """The sizes of a layer, field by field as in `struct layout` of lanes.h, which differs from that of planes.h."""
-
-    images: int
-    channels: int
-    multiplier: int
-    height: int
-    width: int
-    read_height: int
-    read_width: int
-    out_height: int
-    out_width: int
-    taps_y: int
-    taps_x: int
-    step_y: int
-    step_x: int
-    apart_y: int
-    apart_x: int
-    before_y: int
-    before_x: int
-    rows: int
-    columns: int
-    margin: int
-    pitch: int
 
 
 def for_lanes(geometry: Geometry, shape: tuple[int, ...]) -> bool:
@@ -50,8 +24,8 @@ def for_lanes(geometry: Geometry, shape: tuple[int, ...]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def lanes_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[Lanes, Any, None]:
-    """Return the layout for x of this shape, and the same as C takes it."""
+def lanes_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[tuple[int, ...], Any, None]:
+    """Return the sizes of results for x of this shape, and `struct layout` of lanes.h, whose order this has."""
     images, channels, *sizes = shape
     reach = [(k - 1) * a for k, a in zip(geometry.kernel_size, geometry.dilation, strict=True)]
     steps, before = geometry.stride, [pair[0] for pair in geometry.padding]
@@ -63,21 +37,7 @@ def lanes_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[
     whole = [max(r, b + size) for r, b, size in zip(read, before, sizes, strict=True)]
     margin = -(-reach[1] // steps[1])
     pitch = margin + max(out[1], (before[1] + sizes[1] - 1) // steps[1] + 1)
-    layout = Lanes._make(
-        (
-            images,
-            channels,
-            kernels // channels,
-            *sizes,
-            *(max(0, min(size, r - b)) for size, r, b in zip(sizes, read, before, strict=True)),
-            *out,
-            *geometry.kernel_size,
-            *steps,
-            *geometry.dilation,
-            *before,
-            *whole,
-            margin,
-            pitch,
-        )
-    )
-    return layout, longs(layout), None
+    met = [max(0, min(size, r - b)) for size, r, b in zip(sizes, read, before, strict=True)]
+    of_kernels = (*geometry.kernel_size, *steps, *geometry.dilation)
+    counts = (images, channels, kernels // channels)
+    return tuple(out), longs([*counts, *sizes, *met, *out, *of_kernels, *before, *whole, margin, pitch]), None

@@ -6,7 +6,7 @@
  * images are stacked, one below the other, with the zeros in between shared. Loops run over a row of results, or over
  * several short rows at once (a "band"). That includes places between the rows that are no results; a mask says so. */
 
-/* Sizes, in the order of `Layout` in depthwise.py */
+/* Sizes, in the order of `layout_of` in depthwise.py */
 struct layout {
     long images, channels, multiplier; /* kernels of each channel */
     long height, width, read_height, read_width, out_height, out_width; /* what no patch holds is not read */

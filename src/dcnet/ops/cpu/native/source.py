@@ -78,7 +78,6 @@ _EXPRESSIONS: dict[Any, Callable[..., str]] = {
 }
 _COMPARISONS = {operator.gt: ">", operator.lt: "<", operator.ge: ">=", operator.le: "<=", operator.eq: "=="}
 _COMPARISONS |= {operator.ne: "!=", operator.and_: "&", operator.or_: "|"}
-_OF_NUMBERS = (operator.pow,)  # powers of numbers are taken by Python, so at least one argument is not one
 
 
 def row_functions(
