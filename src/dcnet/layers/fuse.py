@@ -20,7 +20,7 @@ from dcnet.layers.fusion import (
     plain_class,
 )
 from dcnet.layers.post_ops import FUSED_NORMS
-from dcnet.layers.rewriting import Rewritten, restore_, rewrite_
+from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
 from dcnet.layers.running import Call, Made, run_once
 from dcnet.ops import ONLY
 

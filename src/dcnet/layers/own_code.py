@@ -127,13 +127,13 @@ def _operators(code: CodeType) -> set[str]:
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """Return the function that a module runs, below what `rewriting` put before it."""
+    """Return the function that a module runs, below what `rewritten.py` put before it."""
     return next(vars(k)["forward"] for k in type(module).__mro__ if "forward" in vars(k) and not is_rewritten(k))
 
 
 def is_rewritten(kind: type) -> bool:
-    """Tell whether this is a class that `rewriting` made."""
-    return kind.__module__ == "dcnet.layers.rewriting"
+    """Tell whether this is a class that `rewritten.py` made."""
+    return kind.__module__ == "dcnet.layers.rewritten"
 
 
 def _source(module: nn.Module) -> Source:

@@ -10,8 +10,8 @@ from torch import nn
 
 import dcnet
 from dcnet.layers import fuse_, unfuse_
-from dcnet.layers.more_fusion import run_fused
-from dcnet.layers.rewriting import Rewritten
+from dcnet.layers.fused_code import run_fused
+from dcnet.layers.rewritten import Rewritten
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
@@ -88,7 +88,7 @@ def calls_of_addition(monkeypatch):
         seen.append((residual is not None, energy is not None, of_y is not None))
         return y, of_y
 
-    monkeypatch.setattr("dcnet.layers.more_fusion.run_fused", watched)
+    monkeypatch.setattr("dcnet.layers.fused_code.run_fused", watched)
     return seen
 
 

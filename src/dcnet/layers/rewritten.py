@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Proxy
 
-from dcnet.layers.more_fusion import Code, rewritten_code
+from dcnet.layers.fused_code import Code, rewritten_code
 from dcnet.util.compat import hooked
 
 
