@@ -236,6 +236,25 @@ def test_an_addition_into_something_else():
     assert_same(net, reference)
 
 
+class Summed(Odd):
+    """With the addition of eager quantization: a module with a child of its own, which is replaced to observe."""
+
+    def __init__(self):
+        super().__init__("")
+        self.skip, self.relu = torch.ao.nn.quantized.FloatFunctional(), nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(self.skip.add(self.bn(self.conv(x)), x))
+
+
+def test_what_is_inside_a_child_is_not_passed_over():
+    net, reference = pair(Summed)
+    assert_same(net, reference)
+    for model in (net, reference):
+        model.skip.activation_post_process = nn.LeakyReLU(-2.0)
+    assert_same(net, reference)
+
+
 class Pooled(nn.Module):
     def __init__(self):
         super().__init__()

@@ -35,12 +35,12 @@ def rewritten_code(module: nn.Module) -> Code | None:
     recording = record(module)
     if recording is None:
         return None
-    graph, modules = recording.graph, dict(module.named_modules(remove_duplicate=False))
+    graph, modules = recording.graph, _children(module, recording.sources)
     runs: dict[fx.Node, Decoupled] = {}
     skipped = [source.module for source in recording.sources[1:]]
     additions: dict[str, list[str]] = {}
     for node in list(graph.nodes):
-        layer = modules[str(node.target)] if node.op == "call_module" else None
+        layer = _called(modules, node)
         chain = _chain(modules, node, layer.fusion) if isinstance(layer, Decoupled) and layer.fusion else None
         if chain is None:
             continue
@@ -64,6 +64,16 @@ def rewritten_code(module: nn.Module) -> Code | None:
     return Code(names["forward"], recording.sources, list(runs.values()), list(dict.fromkeys(skipped)), additions)
 
 
+def _children(module: nn.Module, sources: list[Source]) -> dict[str, nn.Module]:
+    """Return the children of the modules whose code was recorded, by their names in the first of them.
+
+    Before every call these are compared with what is there then; other modules may be called, but not passed over.
+    """
+    names = {inner: f"{name}." * bool(name) for name, inner in module.named_modules()}
+    found = ((names[source.module] + name, child) for source in sources for name, child in source.children.items())
+    return {name: child for name, child in found if child is not None}
+
+
 def _only_reader(node: fx.Node) -> fx.Node | None:
     """Return the call that alone takes a result, once."""
     readers = list(node.users)
@@ -71,7 +81,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 
 
 def _called(modules: dict[str, nn.Module], node: fx.Node | None) -> nn.Module | None:
-    return modules[str(node.target)] if node is not None and node.op == "call_module" else None
+    return modules.get(str(node.target)) if node is not None and node.op == "call_module" else None
 
 
 def _through_identities(modules: dict[str, nn.Module], node: fx.Node) -> list[fx.Node]:
