@@ -255,6 +255,191 @@ def test_what_is_inside_a_child_is_not_passed_over():
     assert_same(net, reference)
 
 
+class Named(Odd):
+    """A setting with the name of a function."""
+
+    add = True
+
+    def __init__(self):
+        super().__init__("")
+        self.add = True
+
+    def forward(self, x):
+        return self.bn(self.conv(x)) + x if self.add else self.bn(self.conv(x))
+
+
+class OfClass(Odd):
+    scaled = False
+
+    def forward(self, x):
+        return self.bn(self.conv(x)) + x if not self.scaled else x
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Odd(""), Odd("")])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def set_add(model):
+    model.add = False
+
+
+def set_attribute(model):
+    model.scaled = True
+
+
+def append(model):
+    model.blocks.append(nn.Sigmoid())
+
+
+def pop(model):
+    model.blocks.pop(0)
+
+
+def change_order(model):
+    first = model[0]
+    del model[0]
+    model.append(nn.Sequential(nn.Tanh(), first))
+
+
+def patch(model):
+    model[1].forward = lambda x: 3.0 * x
+
+
+def patch_a_part(model):
+    model[1].bn.forward = torch.sigmoid
+
+
+def reorder(model):
+    first = model._modules.pop("0")
+    model.add_module("0", first)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        *((Named, set_add), (lambda: OfClass(""), set_attribute), (Listed, append), (Listed, pop)),
+        *((lambda: nn.Sequential(Odd(""), Odd("")), c) for c in (change_order, patch, patch_a_part, reorder)),
+    ],
+)
+def test_more_changes_later(make, change):
+    net, reference = pair(make)
+    for model in (net, reference):
+        change(model)
+    assert_same(net, reference)
+
+
+def test_a_class_that_is_changed_later(monkeypatch):
+    class Own(Odd): ...
+
+    Own.forward = lambda self, x: self.bn(self.conv(x)) + x
+    net, reference = pair(lambda: nn.Sequential(Own(""), Own("")))
+    assert isinstance(net, Rewritten)
+    monkeypatch.setattr(Own, "forward", lambda self, x: self.bn(self.conv(x)) - x)
+    assert_same(net, reference)
+
+
+class Doubled(Odd):
+    def forward(self, x):
+        y = self.bn(self.conv(x))
+        return y + y
+
+
+class ChangedBetween(Odd):
+    """In evaluation the dropout returns x itself, which the ReLU changes before the sum."""
+
+    def __init__(self):
+        super().__init__("")
+        self.drop, self.act = nn.Dropout(0.0), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.bn(self.conv(self.drop(x)))
+        return y + self.act(1.0 * x)
+
+
+class OfPairs(Odd):
+    def forward(self, pair):
+        x, other = pair
+        return self.bn(self.conv(x)) + other
+
+
+def test_other_sums():
+    for make in (lambda: Doubled(""), ChangedBetween):
+        net, reference = pair(make)
+        assert not isinstance(net, Rewritten)
+        assert_same(net, reference)
+    net, reference = pair(lambda: OfPairs(""))
+    assert isinstance(net, Rewritten)
+    x = torch.randn(2, 8, 5, 5, device=DEVICE)
+    for other in (x, 2.0):
+        torch.testing.assert_close(net.eval()((x, other)), reference.eval()((x, other)))
+
+
+def test_a_layer_with_a_forward_of_its_own():
+    class Flipped(dcnet.DecoupledConv2d):
+        def forward(self, x):
+            return super().forward(x.flip(3))
+
+    reference = Odd("")
+    reference.conv = Flipped(8, 8, 3, padding=1)
+    net = copy.deepcopy(reference.to(DEVICE))
+    fuse_(net)
+    assert_same(net, reference)
+
+
+def test_a_part_is_fused_before_the_whole():
+    net = nn.Sequential(Odd(""), Odd(""))
+    dcnet.decouple_(net[0])
+    assert list(dcnet.decouple_(net).fused.fused) == ["1.conv"]
+
+
+def test_a_class_with_rules_for_copies_and_subclasses():
+    registered = []
+
+    class Locked(Odd):
+        def __init_subclass__(cls, *, name):
+            registered.append(name)
+
+        def __init__(self):
+            super().__init__("")
+            self.lock = (i for i in range(2))  # cannot be copied
+
+        def __getstate__(self):
+            return {key: value for key, value in vars(self).items() if key != "lock"}
+
+    net = Locked().to(DEVICE)
+    dcnet.decouple_(net)
+    assert isinstance(net, Rewritten)
+    assert registered == []
+    assert isinstance(copy.deepcopy(net), Rewritten)
+
+
+def test_a_linear_layer_and_batchnorm_over_another_dimension():
+    """BatchNorm1d takes the second of three dimensions for the channels, the layer the last."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).to(DEVICE)
+    dcnet.decouple_(reference, types=(nn.Linear,), fuse=False)
+    net = copy.deepcopy(reference)
+    assert fuse_(net).fused == {"0": ["1"]}
+    assert_same(net, reference, torch.randn(4, 8, 16))
+
+
+def test_a_fused_norm_with_a_parametrization():
+    net, reference = pair(lambda: Odd(""))
+    for model in (net, reference):
+        nn.utils.parametrize.register_parametrization(model.bn, "weight", nn.Softplus())
+    assert_same(net, reference)
+    unfuse_(net)
+    assert nn.utils.parametrize.is_parametrized(net.bn)
+    assert_same(net, reference)
+
+
 class Pooled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -283,9 +468,11 @@ def test_a_residual_of_another_shape_or_dtype(impl):
 def test_copies_pickles_and_compile():
     net, reference = pair(stage)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert other.fused_code.sources[0].module is other
-        assert other[1].fused_code.convs[0] is other[1].conv1
         assert_same(other, copy.deepcopy(reference))
+        assert other.fused_code.sources[0].module is other
+        assert other.fused_code.convs[0] is other[0].conv1
+    part = copy.deepcopy(net[0].conv1)  # a fusion knows the modules around its convolution
+    assert part.fusion.conv.parent is not net[0]
     net.eval()
     x = torch.randn(2, 8, 5, 5, device=DEVICE)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)

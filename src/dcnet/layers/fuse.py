@@ -16,6 +16,7 @@ from dcnet.layers.fusion import (
     Place,
     activation_of,
     fused_class,
+    is_fused_class,
     is_timm_norm,
     plain_class,
 )
@@ -98,8 +99,9 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     for name, module in list(model.named_modules()):
         prefix = f"{name}." * bool(name)
         for conv, behind in rewrite_(module).items():
-            done = ["an addition", *[prefix + one for one in behind]]
-            report.fused[prefix + conv] += [] if "an addition" in report.fused[prefix + conv] else done
+            fused = report.fused.get(prefix + conv)  # None if it was fused by an earlier call
+            if fused is not None and "an addition" not in fused:
+                fused += ["an addition", *[prefix + one for one in behind]]
     return report
 
 
@@ -114,8 +116,10 @@ def unfuse_(model: nn.Module) -> nn.Module:
             module.fusion = None
         elif isinstance(module, Following):
             assert isinstance(module, nn.Module)
-            del module.fusions
-            module.__class__ = plain_class(module)
+            module.fusions = []  # all there is to do where a parametrization has put a class of its own before ours
+            if is_fused_class(type(module)):
+                del module.fusions
+                module.__class__ = plain_class(module)
         if isinstance(module, Rewritten):
             restore_(module)
     return model

@@ -1,7 +1,7 @@
 """Let fused convolutions do more of the recorded code around them: add a residual, and hand energies on."""
 
 import operator as python
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +41,14 @@ def rewritten_code(module: nn.Module) -> Code | None:
     additions: dict[str, list[str]] = {}
     for node in list(graph.nodes):
         layer = _called(modules, node)
-        chain = _chain(modules, node, layer.fusion) if isinstance(layer, Decoupled) and layer.fusion else None
+        if not isinstance(layer, Decoupled) or not layer.fusion or type(layer).forward is not Decoupled.forward:
+            continue
+        chain = _chain(modules, node, layer.fusion)
         if chain is None:
             continue
-        assert isinstance(layer, Decoupled)
         addition = _addition(modules, chain, layer.fusion, recording.in_place)
+        if addition is not None and any(_writes(module, one) for one in _between(chain, addition)):
+            addition = None
         if addition is not None:
             additions[str(node.target)] = [str(addition.activation.target)] if addition.activation else []
         calls = [one for one in (*chain, *(addition.behind if addition else [])) if one.op == "call_module"]
@@ -77,7 +80,7 @@ def _children(module: nn.Module, sources: list[Source]) -> dict[str, nn.Module]:
 def _only_reader(node: fx.Node) -> fx.Node | None:
     """Return the call that alone takes a result, once."""
     readers = list(node.users)
-    return readers[0] if len(readers) == 1 and readers[0].all_input_nodes.count(node) == 1 else None
+    return readers[0] if len(readers) == 1 and [*readers[0].args].count(node) == 1 else None
 
 
 def _called(modules: dict[str, nn.Module], node: fx.Node | None) -> nn.Module | None:
@@ -141,6 +144,23 @@ def _addition(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusio
     return _Addition(residual, in_place, activation, behind)
 
 
+def _between(chain: list[fx.Node], addition: _Addition) -> Iterator[fx.Node]:
+    """Yield the calls between a convolution and the addition that are not among those whose work it does."""
+    node = chain[0]
+    while node is not addition.behind[0]:
+        if node not in chain:
+            yield node
+        node = node.next
+
+
+def _writes(module: nn.Module, node: fx.Node) -> bool:
+    """Tell whether a call may change one of its inputs in place."""
+    if node.op == "call_module":
+        return any(getattr(inner, "inplace", False) for inner in module.get_submodule(str(node.target)).modules())
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+
+
 def _run_fused(graph: fx.Graph, chain: list[fx.Node], addition: _Addition | None) -> fx.Node:
     """Put one call in the place of a convolution and all that it does; return it."""
     conv, replaced = chain[0], chain if addition is None else [*chain, *addition.behind]
@@ -191,18 +211,24 @@ def run_fused(
     in_place: the residual was to be added in place, which keeps the dtype of the sum.
     """
     assert conv.fusion is not None
-    post_ops, activation = conv.fusion.post_ops(), "relu" if relu else None
+    activation = "relu" if relu else None
+    if not conv.fusion.takes(conv, x):
+        y = conv.fusion.one_by_one(conv, x)
+        return (y if residual is None else _sum(y, residual, in_place, activation)), None
+    post_ops = conv.fusion.post_ops()
     if residual is None:
         return conv.decouple(x, post_ops, energy, leave_energy)
     if _fits(conv, x, residual):
         return conv.decouple(x, post_ops._replace(residual=residual, activation=activation), energy, leave_energy)
-    y = conv.decouple(x, post_ops, energy)[0]
-    return activate(y.add_(residual) if in_place else y + residual, activation, None), None
+    return _sum(conv.decouple(x, post_ops, energy)[0], residual, in_place, activation), None
 
 
-def _fits(conv: Decoupled, x: Tensor, residual: Tensor) -> bool:
+def _sum(y: Tensor, residual: Any, in_place: bool, activation: str | None) -> Tensor:
+    return activate(y.add_(residual) if in_place else y + residual, activation, None)
+
+
+def _fits(conv: Decoupled, x: Tensor, residual: Any) -> bool:
     """Tell whether a residual has the shape and dtype of the convolution's result, so that the sum has them too."""
-    geometry = conv._geometry()
-    if x.dim() != geometry.dims + 2 or residual.dtype != convolution_dtype(x):
+    if not isinstance(residual, Tensor) or residual.dtype != convolution_dtype(x):
         return False
-    return residual.shape == (x.shape[0], len(conv.weight), *geometry.output_sizes(x.shape[2:]))
+    return residual.shape == (x.shape[0], len(conv.weight), *conv._geometry().output_sizes(x.shape[2:]))

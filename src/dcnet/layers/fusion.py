@@ -72,12 +72,24 @@ class Fusion:
 
     def forward(self, conv: Any, x: Tensor) -> Tensor:
         """Return the convolution of x, finished if the modules behind it will hand it through."""
-        fused = self.holds(conv)
+        fused = self.holds(conv) and self.takes(conv, x)
         y = conv.decouple(x, self.post_ops() if fused else None)[0]
         self.norm_waits = fused and self.norm is not None
         self.activation_waits = fused and self.activation is not None
         if not torch.compiler.is_compiling():
             self.result = ref(y) if fused else None
+        return y  # type: ignore[no-any-return]
+
+    def takes(self, conv: Any, x: Tensor) -> bool:
+        """Tell whether x is a batch: in other inputs a norm may take another dimension for the channels."""
+        return self.norm is None or x.dim() == conv._geometry().dims + 2
+
+    def one_by_one(self, conv: Any, x: Tensor) -> Tensor:
+        """Return the convolution of x, with every module behind it doing its own work."""
+        y = conv.decouple(x, None)[0]
+        self.norm_waits = self.activation_waits = False
+        for place in (self.norm, self.activation):
+            y = y if place is None else place.module(y)
         return y  # type: ignore[no-any-return]
 
     def holds(self, conv: Any) -> bool:
@@ -151,7 +163,7 @@ class Following:
             name = input.tracer.path_of_module(self)
             return input.tracer.create_proxy("call_module", name, (input,), {})
         if isinstance(self, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            done = self.fusions[0].hands_norm_through(input)
+            done = any(fusion.hands_norm_through(input) for fusion in self.fusions)
         else:
             shared = len(self.fusions) > 1
             done = any(fusion.hands_activation_through(input, shared) for fusion in self.fusions)
@@ -215,6 +227,11 @@ def fused_class(module: nn.Module) -> type | None:
     return _FUSED.get(type(module))
 
 
+def is_fused_class(kind: type) -> bool:
+    """Tell whether this is a class that hands through, and not one derived from it."""
+    return kind in _FUSED.values()
+
+
 def __getattr__(name: str) -> Any:  # for pickle: the class is made from timm's where that is installed
     if name == "FusedBatchNormAct2d":
         from timm.layers.norm_act import BatchNormAct2d
@@ -225,4 +242,4 @@ def __getattr__(name: str) -> Any:  # for pickle: the class is made from timm's 
 
 def plain_class(module: nn.Module) -> type:
     """Return the class that a fused module had before."""
-    return next(kind for kind, fused in _FUSED.items() if type(module) is fused)
+    return next(kind for kind, fused in _FUSED.items() if isinstance(module, fused))

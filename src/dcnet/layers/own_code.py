@@ -3,6 +3,7 @@
 Code is recorded by torch.fx, and only where it cannot depend on more than the children and settings of its module.
 """
 
+from collections.abc import Sequence
 from dis import get_instructions
 from inspect import Parameter, isfunction, signature
 from types import CodeType
@@ -15,31 +16,37 @@ from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.fusion import Following
 from dcnet.util.compat import hooked
 
-# What code may name beside the children and settings of its module. Other names, such as `isinstance`, could tell a
-# recording from a real run, and so lead to other code.
+# What code may name beside the children and settings of its module, unless its class has something of that name. Other
+# names, such as `isinstance`, could tell a recording from a real run, and so lead to other code.
 _HARMLESS = {"torch", "F", "getattr", "add", "add_", "cat", "flatten", "mean", "relu"}
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, nn.Module)
 _MISSING = object()
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Source(NamedTuple):
-    """A module whose code was recorded, with the children and the settings that this code depends on."""
+    """A module that code was recorded of, or looks into, with the children and the settings that this depends on."""
 
     module: nn.Module
     children: dict[str, nn.Module | None]
     settings: dict[str, Any]
+    owner: Any = None  # the class that defines its forward, and that function
+    forward: Any = None
 
     def holds(self) -> bool:
         """Tell whether they are as they were."""
         attributes = vars(self.module)
         if any(attributes.get(name, _MISSING) is not value for name, value in self.settings.items()):
             return False
+        if self.owner is not None and self.owner.forward is not self.forward:
+            return False
         children = self.module._modules
+        if len(children) != len(self.children):
+            return False
         if not torch.compiler.is_compiling():
-            return children == self.children
-        # torch.compile does not compare dictionaries of modules
-        pairs = zip(children.items(), self.children.items(), strict=True)
-        return len(children) == len(self.children) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
+            return [*children.items()] == [*self.children.items()]
+        # torch.compile does not compare lists of modules
+        return all(a == b and m is n for (a, m), (b, n) in zip(children.items(), self.children.items(), strict=True))
 
 
 class Recording(NamedTuple):
@@ -69,7 +76,7 @@ def record(module: nn.Module) -> Recording | None:
             signs = set().union(*(_operators(_forward_of(one).__code__) for one in inside))
             if signs >= {"+", "+="}:  # the graph does not tell which is which
                 return None
-            recordings.append(Recording(graph, [_source(one) for one in inside], "+=" in signs))
+            recordings.append(Recording(graph, _sources(module, inside, graph), "+=" in signs))
     except Exception:  # torch.fx raises whatever the code does when it meets a stand-in for a tensor
         return None
     finally:
@@ -86,7 +93,7 @@ class _Tracer(fx.Tracer):
         self.inside: list[nn.Module] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        follows = _holds_fused(m) and not hooked(m) and _can_be_recorded(m)
+        follows = type(m).__call__ is nn.Module.__call__ and _holds_fused(m) and not hooked(m) and _can_be_recorded(m)
         if follows:
             self.inside.append(m)
         return not follows
@@ -114,11 +121,17 @@ def _can_be_recorded(module: nn.Module) -> bool:
     stores = any(one.opname in ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL") for one in get_instructions(code))
     if stores or any(sign.endswith("=") and sign != "+=" for sign in _operators(code)):
         return False
-    for name in set(code.co_names) - _HARMLESS:
-        value = module._modules[name] if name in module._modules else getattr(module, name, _MISSING)
-        if not isinstance(value, _SETTINGS):
-            return False
-    return True
+    kind, own = type(module), vars(module) | module._modules
+    known = (
+        isinstance(own[n], _SETTINGS) if n in own else n in _HARMLESS and not hasattr(kind, n) for n in code.co_names
+    )
+    return all(known) and not _pickles_itself(kind)
+
+
+def _pickles_itself(kind: type) -> bool:
+    """Tell whether a class says how it is copied, as `torch.fx.GraphModule` does; ours would have to say it too."""
+    own = (vars(base) for base in kind.__mro__ if base is not object and not is_rewritten(base))
+    return any("__reduce__" in names or "__reduce_ex__" in names for names in own)
 
 
 def _operators(code: CodeType) -> set[str]:
@@ -126,9 +139,13 @@ def _operators(code: CodeType) -> set[str]:
     return {one.argrepr for one in get_instructions(code) if one.opname == "BINARY_OP"}
 
 
+def _owner_of_forward(module: nn.Module) -> type:
+    """Return the class that defines what a module runs, below what `rewritten.py` put before it."""
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind) and not is_rewritten(kind))
+
+
 def _forward_of(module: nn.Module) -> Any:
-    """Return the function that a module runs, below what `rewritten.py` put before it."""
-    return next(vars(k)["forward"] for k in type(module).__mro__ if "forward" in vars(k) and not is_rewritten(k))
+    return vars(_owner_of_forward(module))["forward"]
 
 
 def is_rewritten(kind: type) -> bool:
@@ -136,9 +153,24 @@ def is_rewritten(kind: type) -> bool:
     return kind.__module__ == "dcnet.layers.rewritten"
 
 
+def _sources(module: nn.Module, inside: Sequence[nn.Module], graph: fx.Graph) -> list[Source]:
+    """Return whose code was recorded, and the containers that it looks into without calling them."""
+    called = {module.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
+    sources = [_source(one) for one in inside]
+    known = {*called, *inside}
+    for source in sources:  # which grows
+        for child in source.children.values():
+            if isinstance(child, _CONTAINERS) and child not in known:
+                known.add(child)
+                sources.append(Source(child, dict(child._modules), {}))
+    return sources
+
+
 def _source(module: nn.Module) -> Source:
-    code, attributes = _forward_of(module).__code__, vars(module)
+    owner = _owner_of_forward(module)
+    forward, attributes = vars(owner)["forward"], vars(module)
     # names are in the code itself, those that `getattr` takes among its constants
-    names = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
-    settings = {name: attributes.get(name, _MISSING) for name in names - _HARMLESS - {"training"}}
-    return Source(module, dict(module._modules), settings)
+    constants = (c for c in forward.__code__.co_consts if isinstance(c, str) and c.isidentifier())
+    names = {*forward.__code__.co_names, *constants} - {"training"}
+    settings = {name: attributes.get(name, _MISSING) for name in names}
+    return Source(module, dict(module._modules), settings, owner, forward)

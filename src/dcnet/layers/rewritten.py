@@ -8,6 +8,7 @@ of its result for a convolution that alone reads it.
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Proxy
 
@@ -19,14 +20,23 @@ class Rewritten:
     """Goes before a module's class among the bases: runs the rewritten code while that holds."""
 
     fused_code: Code | None = None
+    code_is_due = False  # in a copy: its code is recorded at the first call, when all modules of the model are there
+
+    def __init_subclass__(cls) -> None:
+        """Do not do what the module's class does for its subclasses, such as to register them."""
 
     def runs_fused_code(self, x: Any) -> bool:
         """Tell whether the code is to run on x: no module is another one, or has a hook that wants to see more."""
-        code = self.fused_code
         assert isinstance(self, nn.Module)
-        if code is None or isinstance(x, Proxy):  # torch.fx shall see the modules one by one
+        if any(isinstance(one, Proxy) for one in (x if isinstance(x, tuple | list) else (x,))):
+            return False  # torch.fx shall see the modules one by one
+        if self.code_is_due and not torch.compiler.is_compiling():
+            self.code_is_due = False
+            self.fused_code = rewritten_code(self)
+        code = self.fused_code
+        if code is None or code.sources[0].module is not self:  # a replica
             return False
-        if not all(source.holds() for source in code.sources) or code.sources[0].module is not self:  # a replica
+        if not all(source.holds() for source in code.sources):
             return False
         for conv in code.convs:
             if conv.fusion is None or not conv.fusion.holds(conv):
@@ -34,13 +44,12 @@ class Rewritten:
         return not any(hooked(one) for one in code.skipped)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # code that was made cannot be pickled, but made again
-        return _restored, (plain_kind(self),), {key: v for key, v in self.__dict__.items() if key != "fused_code"}
+        state: Any = super().__getstate__()
+        return _restored, (plain_kind(self),), {key: v for key, v in state.items() if key != "fused_code"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        assert isinstance(self, nn.Module)
-        restore_(self)
-        rewrite_(self)
+        self.code_is_due = True
 
 
 def _restored(kind: type[nn.Module]) -> nn.Module:
@@ -88,5 +97,7 @@ def rewrite_(module: nn.Module) -> dict[str, list[str]]:
 
 def restore_(module: Rewritten) -> None:
     """Let a module run its own code again."""
-    vars(module).pop("fused_code", None)
-    module.__class__ = plain_kind(module)  # type: ignore[assignment]
+    for name in ("fused_code", "code_is_due"):
+        vars(module).pop(name, None)
+    if type(module) is _CLASSES.get(plain_kind(module)):  # else FSDP has put a class of its own before ours
+        module.__class__ = plain_kind(module)  # type: ignore[assignment]

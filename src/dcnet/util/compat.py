@@ -70,7 +70,12 @@ def is_grads_batched(gradient: Tensor) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Tell whether hooks may change what goes into a module or comes out of it, or the gradients there."""
+    """Tell whether hooks may change what goes into a module or comes out of it, or the gradients there.
+
+    So may a forward that was put on the module itself; and `module.compile()` wants it to be called.
+    """
+    if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+        return True
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     return bool(hooks) or nn.modules.module._has_any_global_hook()
 
