@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import needs
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import dcnet
 from dcnet.layers import fuse_, unfuse_
@@ -100,9 +101,8 @@ def test_additions_of_a_stage(monkeypatch):
     report = fuse_(unfuse_(net))
     assert report.fused["1.conv2"] == ["1.bn2", "an addition", "1.act2"]
     assert "1.conv2: with 1.bn2, an addition, 1.act2" in str(report)
-    assert [type(m).__name__ for m in net.modules() if isinstance(m, Rewritten)] == ["FusedSequential"] + 3 * [
-        "FusedBottleneck"
-    ]
+    rewritten = [name for name, module in net.named_modules() if isinstance(module, Rewritten)]
+    assert rewritten == ["", "0", "0.downsample", "1", "2"]
     assert type(unfuse_(net)) is nn.Sequential
     assert type(net[0]) is Bottleneck
     assert list(net.state_dict()) == list(reference.state_dict())
@@ -372,7 +372,7 @@ class OfPairs(Odd):
 def test_other_sums():
     for make in (lambda: Doubled(""), ChangedBetween):
         net, reference = pair(make)
-        assert not isinstance(net, Rewritten)
+        assert net.fused_code.additions == {}
         assert_same(net, reference)
     net, reference = pair(lambda: OfPairs(""))
     assert isinstance(net, Rewritten)
@@ -391,6 +391,47 @@ def test_a_layer_with_a_forward_of_its_own():
     net = copy.deepcopy(reference.to(DEVICE))
     fuse_(net)
     assert_same(net, reference)
+
+
+def test_parts_by_themselves():
+    """Slices, single modules and segments of a checkpoint compute what they would without fusion."""
+
+    def flat():
+        return nn.Sequential(
+            *(m for _ in range(2) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()))
+        )
+
+    x = torch.randn(2, 8, 5, 5, device=DEVICE)
+    for make in (flat, lambda: nn.Sequential(*stage()[1:])):
+        net, reference = (model.eval() for model in pair(make))
+        for part in (slice(1), slice(2), slice(1, None)):
+            torch.testing.assert_close(net[part](x), reference[part](x))
+        torch.testing.assert_close(net[1](net[0](x) + 1.0), reference[1](reference[0](x) + 1.0))
+    net, reference = (model.train() for model in pair(flat))
+    gradients = []
+    for model in (net, reference):
+        one = x.clone().requires_grad_()
+        checkpoint_sequential(model, 4, one, use_reentrant=True).square().sum().backward()
+        gradients.append(one.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_example_stays_as_it_is():
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    x = torch.randn(2, 8, 5, 5)
+    before = x.clone()
+    dcnet.decouple_(net, example_input=x)
+    torch.testing.assert_close(x, before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("impl", ["auto", "fused"])
+def test_one_value_for_each_channel(impl):
+    """BatchNorm has no variance to divide by in training, fused or not."""
+    net, reference = pair(lambda: Odd(""), impl)
+    for model in (net, reference):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model.train()(torch.randn(1, 8, 1, 1, device=DEVICE))
+        assert torch.equal(model.bn.running_mean, torch.zeros(8, device=DEVICE))
 
 
 def test_a_part_is_fused_before_the_whole():

@@ -51,6 +51,9 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     addition behind a BatchNorm is fused too, with a ReLU behind it, where the code around can be recorded by torch.fx
     and depends on its module's children and settings only. Results are the same, in fewer passes over memory.
     A module that is replaced or hooked later computes for itself again. `unfuse_` takes it back.
+    Modules keep their place and what they are instances of, but their class changes, and with it its name (such as
+    `FusedBottleneck`). Where code cannot be recorded, a convolution that is called by itself, without the modules
+    behind it, returns the finished result: call `unfuse_` before you take such a model apart.
 
     Args:
         model: any module, such as a converted one of timm or torchvision.

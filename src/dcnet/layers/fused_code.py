@@ -31,7 +31,10 @@ class Code(NamedTuple):
 
 
 def rewritten_code(module: nn.Module) -> Code | None:
-    """Return a module's code in which fused convolutions add residuals and hand energies on; None if none would."""
+    """Return a module's code in which fused convolutions finish their results; None if it has none or is not known.
+
+    They do the work of the modules behind them, add residuals, and hand energies on.
+    """
     recording = record(module)
     if recording is None:
         return None
@@ -58,8 +61,9 @@ def rewritten_code(module: nn.Module) -> Code | None:
     left = any((node.op, node.target) == ("call_function", python.add) for node in graph.nodes)
     if recording.in_place and left:  # it would change something that others may read
         return None
-    if not _hand_on_energies(graph, runs) and not additions:
+    if not runs:
         return None
+    _hand_on_energies(graph, runs)
     graph.lint()
     code = graph.python_code("self")
     names = dict(code.globals)
@@ -176,12 +180,11 @@ def _run_fused(graph: fx.Graph, chain: list[fx.Node], addition: _Addition | None
     return run
 
 
-def _hand_on_energies(graph: fx.Graph, runs: dict[fx.Node, Decoupled]) -> bool:
-    """Let results that only fused convolutions read take their energy along; tell whether there are some.
+def _hand_on_energies(graph: fx.Graph, runs: dict[fx.Node, Decoupled]) -> None:
+    """Let results that only fused convolutions read take their energy along.
 
     An energy has a gradient of its own, which the map's does not include, so nobody else may see that map.
     """
-    found = False
     for run in runs:
         (result,) = run.users
         # one whose channels are in groups needs energies of the groups
@@ -193,8 +196,6 @@ def _hand_on_energies(graph: fx.Graph, runs: dict[fx.Node, Decoupled]) -> bool:
         run.update_arg(3, True)
         for taker in takers:
             taker.update_arg(2, energy)
-        found = True
-    return found
 
 
 def run_fused(

@@ -66,13 +66,19 @@ class Fusion:
     conv: Place
     norm: Place | None
     activation: Place | None = None
+    within: Any = None  # the module in whose rewritten code the convolution does this (`layers/rewritten.py`)
     norm_waits: bool = False  # whether the norm is to hand the next input through
     activation_waits: bool = False
     result: "ReferenceType[Tensor] | None" = None  # what the convolution has returned
 
     def forward(self, conv: Any, x: Tensor) -> Tensor:
-        """Return the convolution of x, finished if the modules behind it will hand it through."""
-        fused = self.holds(conv) and self.takes(conv, x)
+        """Return the convolution of x, finished if the modules behind it will hand it through.
+
+        Not where rewritten code would have finished it: this call comes from somewhere else, such as a part of the
+        model that is used by itself.
+        """
+        elsewhere = self.within is not None and self.within.fused_code is not None
+        fused = not elsewhere and self.holds(conv) and self.takes(conv, x)
         y = conv.decouple(x, self.post_ops() if fused else None)[0]
         self.norm_waits = fused and self.norm is not None
         self.activation_waits = fused and self.activation is not None

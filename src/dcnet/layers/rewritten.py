@@ -83,7 +83,7 @@ def plain_kind(module: Rewritten) -> type[nn.Module]:
 
 
 def rewrite_(module: nn.Module) -> dict[str, list[str]]:
-    """Rewrite a module's forward if that saves something.
+    """Rewrite a module's forward if there are fused convolutions in it.
 
     Return, for convolutions inside that now add a residual, the names of the activations behind it.
     """
@@ -92,6 +92,9 @@ def rewrite_(module: nn.Module) -> dict[str, list[str]]:
         return {}
     module.__class__ = _rewritten_class(type(module))
     module.fused_code = code  # type: ignore[assignment]
+    for conv in code.convs:
+        assert conv.fusion is not None
+        conv.fusion.within = module
     return code.additions
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Made:
@@ -104,6 +104,7 @@ def run_once(model: nn.Module, example_input: Any, modules: Iterable[nn.Module])
 
 def call(model: nn.Module, example_input: Any) -> Any:
     """Return the model's output for an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
+    example_input = tree_map_only(Tensor, torch.clone, example_input)  # a model may change its input in place
     if isinstance(example_input, Mapping):
         return model(**example_input)
     return model(*example_input) if isinstance(example_input, tuple | list) else model(example_input)

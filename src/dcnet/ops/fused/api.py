@@ -47,6 +47,14 @@ def decouple(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     return results.out, results.energy
 
 
+def _check_there_is_variance(x: Tensor, inputs: Inputs) -> None:
+    """Raise as `F.batch_norm` does where a channel has one value only."""
+    sizes = [1] if inputs.geometry.dims == 0 else inputs.geometry.output_sizes(inputs.x.shape[2:])
+    if x.shape[0] == 1 and all(size == 1 for size in sizes):
+        shape = (1, inputs.weight.shape[0], *sizes[: inputs.geometry.dims])
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(shape)}")
+
+
 def _share_a_pass(post_ops: PostOps) -> bool:
     """Tell whether the kernels can run these post-ops.
 
@@ -93,6 +101,8 @@ def _decouple(inputs: Inputs, post_ops: PostOps) -> Results:
         x = x.to(dtype)
     if inputs.geometry.symmetric_padding is None:
         x = inputs.geometry.pad(x)
+    if post_ops.normalize and post_ops.training:
+        _check_there_is_variance(x, inputs)
     options, t, effects = _call(inputs, dense(x), dense(inputs.weight), post_ops)
     t = t._replace(bias=_dense(t.bias), radius=_dense(t.radius), gamma=_dense(t.gamma), beta=_dense(t.beta))
     return decoupled(t, options, effects)
