@@ -229,11 +229,24 @@ def test_code_that_depends_on_more_is_not_rewritten(make):
     assert_same(net, reference)
 
 
+class IntoAnother(Odd):
+    def __init__(self):
+        super().__init__("")
+        self.same = nn.Identity()
+
+    def forward(self, x):
+        y = x * 1.0
+        total = self.same(y)
+        total += self.bn(self.conv(x))
+        return torch.cat([total, y], 1)
+
+
 def test_an_addition_into_something_else():
     """`total += conv` changes total, which others may read."""
-    net, reference = pair(lambda: OtherWayRound(""))
-    assert not isinstance(net, Rewritten)
-    assert_same(net, reference)
+    for make in (lambda: OtherWayRound(""), IntoAnother):
+        net, reference = pair(make)
+        assert not isinstance(net, Rewritten)
+        assert_same(net, reference)
 
 
 class Summed(Odd):

@@ -1041,6 +1041,48 @@ MUTANTS = [
         "mode.over = False",
         "test_explanations.py",
     ),
+    Mutant(
+        "fused code: a forward that changed goes unseen",
+        "layers/own_code.py",
+        "if self.owner is not None and self.owner.forward is not self.forward:",
+        "if self.owner is not None and self.owner.forward is None:",
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "fused code: a setting that changed goes unseen",
+        "layers/own_code.py",
+        "if any(attributes.get(name, _MISSING) is not value for name, value in self.settings.items()):",
+        "if any(attributes.get(name, value) is None for name, value in {}.items()):",
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "fused code: an operation in place before the sum",
+        "layers/fused_code.py",
+        "if addition is not None and any(_writes(module, one) for one in _between(chain, addition)):",
+        "if addition is not None and not all(_between(chain, addition)):",
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "fused code: a sum in place into something else",
+        "layers/fused_code.py",
+        "(in_place and total.args[0] is not last)",
+        "(in_place and total.args[0] is None)",
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "fusion: BatchNorm over another dimension",
+        "layers/fusion.py",
+        "return self.norm is None or x.dim() == conv._geometry().dims + 2",
+        "return self.norm is None or x.dim() >= conv._geometry().dims + 2",
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "fusion: a part by itself is finished",
+        "layers/fusion.py",
+        "fused = not elsewhere and self.holds(conv)",
+        "fused = self.holds(conv)",
+        "test_fused_code.py",
+    ),
 ]
 
 
