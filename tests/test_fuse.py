@@ -209,6 +209,25 @@ def test_hooks_see_what_they_would():
     handle.remove()
 
 
+def test_hooks_of_containers_see_tensors_only():
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)), nn.ReLU())
+    seen = []
+    net[0].register_forward_hook(lambda _, inputs, output: seen.append(type(output)))
+    dcnet.decouple_(net)
+    assert seen == []
+    unfuse_(net)
+    assert "0 has hooks" in fuse_(net).left["0.0"]
+    x = torch.randn(2, 6, 8, 8)
+    assert fuse_(net, x).fused == {"0.0": ["0.1", "1"]}
+    assert set(seen) == {torch.Tensor}
+    outputs = []
+    net[0].register_forward_hook(lambda _, inputs, output: outputs.append(output))
+    net.eval()(x)
+    unfuse_(net)(x)
+    torch.testing.assert_close(outputs[0], outputs[1])  # before the ReLU
+    assert outputs[0].min() < 0.0
+
+
 def test_surgery_afterwards():
     """A replaced norm computes for itself; a wrapped convolution is not fused; a changed result is an error."""
     x = torch.randn(2, 6, 8, 8)

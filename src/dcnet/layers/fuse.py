@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from dcnet.layers.block import Block
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
@@ -21,8 +21,8 @@ from dcnet.layers.fusion import (
     plain_class,
 )
 from dcnet.layers.post_ops import FUSED_NORMS
+from dcnet.layers.readers import END, by_running, by_tracing
 from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
-from dcnet.layers.running import Call, Made, run_once
 from dcnet.ops import ONLY
 
 
@@ -77,8 +77,13 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     report.left |= {name: "part of a Block already" for name in names if name in inside}
     if not wanted:
         return report
+    watched = [name for name, module in model.named_modules() if module._modules and name and _has_hooks(module)]
+    if watched and example_input is None:
+        why = f"{watched[0]} has hooks, which torch.fx would call with stand-ins for tensors; give an example_input"
+        report.left |= dict.fromkeys(wanted, why)
+        return report
     try:
-        chains, calls = _by_running(model, example_input) if example_input is not None else _by_tracing(model)
+        chains, calls = by_running(model, example_input) if example_input is not None else by_tracing(model)
     except Exception as error:
         if example_input is not None:
             raise
@@ -92,7 +97,8 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
         if not followers or name not in places:
             report.left[name] = reason if name in places else "the model itself"
             continue
-        fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""))
+        crossed = tuple(modules[one] for one in _crossed([name, *followers]))
+        fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""), crossed)
         for one in followers:
             _follow(modules[one], fusion)
         wanted[name].fusion = fusion
@@ -128,6 +134,12 @@ def unfuse_(model: nn.Module) -> nn.Module:
     return model
 
 
+def _crossed(names: list[str]) -> set[str]:
+    """Return the names of the modules that hold some of these modules and not the others."""
+    holders = [{name[:at] for at, sign in enumerate(name) if sign == "."} for name in names]
+    return {one for some in holders for one in some if not all(one in others for others in holders)}
+
+
 def _follow(module: nn.Module, fusion: Fusion) -> None:
     if isinstance(module, Following):
         module.fusions.append(fusion)
@@ -149,12 +161,6 @@ def _places(model: nn.Module) -> tuple[dict[str, Place], Counter[nn.Module]]:
     return places, counts
 
 
-# The modules that a convolution's result goes through one after the other, each the only reader. The last entry may be
-# a reason why the chain ends.
-Chains = dict[str, list[str]]
-_END = "!"
-
-
 def _checked(
     chain: list[str], modules: dict[str, nn.Module], counts: Counter[nn.Module], calls: Mapping[str, int]
 ) -> tuple[str | None, str | None, str]:
@@ -162,8 +168,8 @@ def _checked(
 
     counts: in how many places a module stands. calls: how often one is called, by name.
     """
-    followers = [name for name in chain if not name.startswith(_END) and type(modules[name]) is not nn.Identity]
-    end = next((name[1:] for name in chain if name.startswith(_END)), "")
+    followers = [name for name in chain if not name.startswith(END) and type(modules[name]) is not nn.Identity]
+    end = next((name[1:] for name in chain if name.startswith(END)), "")
     if not followers:
         return None, None, end or "nothing follows"
     norm = modules[followers[0]]
@@ -200,86 +206,5 @@ def _why_not(activation: nn.Module, counts: Counter[nn.Module]) -> str:
     return ""
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        known = isinstance(m, Decoupled | Following) or is_timm_norm(m)
-        return known or super().is_leaf_module(m, module_qualified_name)
-
-
-def _by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
-    graph = _Tracer().trace(model)
-    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    modules = dict(model.named_modules(remove_duplicate=False))
-    chains: Chains = {}
-    for node in graph.nodes:
-        if node.op != "call_module" or not isinstance(modules[node.target], Decoupled):
-            continue
-        if calls[node.target] > 1:
-            chains[node.target] = [f"{_END}called {calls[node.target]} times"]
-            continue
-        chain, current = [], node
-        while True:
-            users = list(current.users)
-            if len(users) != 1 or users[0].op != "call_module" or len(users[0].all_input_nodes) != 1:
-                chain.append(_end([user.target if user.op == "call_module" else user.name for user in users]))
-                break
-            current = users[0]
-            if calls[current.target] > 1 and not _may_be_shared(modules[current.target]):
-                chain.append(f"{_END}{current.target} is called {calls[current.target]} times")
-                break
-            chain.append(current.target)
-            if len(chain) > 4:
-                break
-        chains[node.target] = chain
-    return chains, calls
-
-
-def _may_be_shared(module: nn.Module) -> bool:
-    found = activation_of(module)
-    return found is not None and found[0] in (None, *IDEMPOTENT)
-
-
-def _end(readers: list[str]) -> str:
-    """Return the end of a chain: who reads its result."""
-    few = ", ".join(readers[:3]) + (f" and {len(readers) - 3} more" if len(readers) > 3 else "")
-    return f"{_END}its result is read by {few or 'the caller'}"
-
-
-def _by_running(model: nn.Module, example_input: Any) -> tuple[Chains, Mapping[str, int]]:
-    """Run the model once, in evaluation, and see what becomes of every convolution's result."""
-    flow, returned = run_once(model, example_input, model.modules())
-    names = {module: name for name, module in model.named_modules()}
-    calls = Counter(one.module for one in flow.calls)
-    made = {one.module: one.output for one in flow.calls if one.output is not None}
-    taken: dict[Made, Call] = {}  # by a leaf, as its only input
-    for one in flow.calls:
-        leaf = not list(one.module.children()) or is_timm_norm(one.module)
-        if leaf and one.single and one.input and one.output and type(one.module) is not nn.Identity:
-            taken.setdefault(one.input, one)
-    chains: Chains = {}
-    for name, layer in decoupled_layers(model).items():
-        if calls[layer] != 1:
-            chains[name] = [f"{_END}called {calls[layer]} times"]
-            continue
-        chain: list[str] = []
-        current = made[layer]
-        while len(chain) < 3:
-            next_one = taken.get(current)
-            follower, output = (None, None) if next_one is None else (next_one.module, next_one.output)
-            inner = set() if follower is None else set(follower.modules())
-            inside = [reader in inner for reader in current.readers]
-            # an activation in place returns the same tensor: what is read after it is its result
-            before = current.readers[: inside.index(True)] if any(inside) and output is current else current.readers
-            others = {"" if reader is None else names[reader] for reader in before if reader not in inner}
-            if follower is None or output is None or others or (current in returned and output is not current):
-                chain.append(_end(sorted(others)))
-                break
-            if calls[follower] > 1 and not _may_be_shared(follower):
-                chain.append(f"{_END}{names[follower]} is called {calls[follower]} times")
-                break
-            chain.append(names[follower])
-            if output is current:
-                break
-            current = output
-        chains[name] = chain
-    return chains, {names[module]: count for module, count in calls.items()}
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -66,6 +66,7 @@ class Fusion:
     conv: Place
     norm: Place | None
     activation: Place | None = None
+    crossed: tuple[nn.Module, ...] = ()  # the modules that hold some of these and not the others
     within: Any = None  # the module in whose rewritten code the convolution does this (`layers/rewritten.py`)
     norm_waits: bool = False  # whether the norm is to hand the next input through
     activation_waits: bool = False
@@ -104,6 +105,8 @@ class Fusion:
         if not self.conv.holds(conv) or hooked(conv) or getattr(conv, "_is_replica", False):
             return False
         if conv.explained_by:  # every module shows by itself what it does
+            return False
+        if any(hooked(module) for module in self.crossed):
             return False
         for place in (self.norm, self.activation):
             if place is None:
