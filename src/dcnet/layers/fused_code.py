@@ -1,4 +1,4 @@
-"""Let fused convolutions do more of the recorded code around them: add a residual, and hand energies on."""
+"""Let fused convolutions do more of the recorded code around them: finish results, add residuals, hand on energies."""
 
 import operator as python
 from collections.abc import Callable, Iterator
@@ -168,8 +168,8 @@ def _writes(module: nn.Module, node: fx.Node) -> bool:
 def _run_fused(graph: fx.Graph, chain: list[fx.Node], addition: _Addition | None) -> fx.Node:
     """Put one call in the place of a convolution and all that it does; return it."""
     conv, replaced = chain[0], chain if addition is None else [*chain, *addition.behind]
-    waits = addition is not None and not addition.residual < conv
-    with graph.inserting_before(replaced[-1] if waits else conv):
+    needs_later_residual = addition is not None and not addition.residual < conv
+    with graph.inserting_before(replaced[-1] if needs_later_residual else conv):
         layer = graph.get_attr(str(conv.target))
         adds = () if addition is None else (addition.residual, addition.in_place, addition.activation is not None)
         run = graph.call_function(run_fused, (layer, conv.args[0], None, False, *adds))
