@@ -90,16 +90,16 @@ def launchers(magnitude, angular, weighting, dtype):
     tracked = int(radius is not None)
     training = plan(STATISTICS, RELU, residual=x, leaves=True, energy=torch.zeros(3, 2, 1, 16, 16))
     yield from zip(("statistics", "output"), training.epilogue(tracked, True).launchers, strict=True)
-    yield from zip(("normalize", "box of maps"), training.ahead.launchers, strict=True)
+    yield from zip(("normalize and box of maps",), training.ahead.launchers, strict=True)
     back = training.backward(True, True, True, True, True)
     yield from zip(("reduce", "gradients", "vectors"), back.epilogue.launchers, strict=False)
-    yield from zip(("box gradient", "product", "normalize gradient"), back.ends.launchers, strict=True)
+    yield from zip(("box and normalize gradient", "product"), back.ends.launchers, strict=True)
     evaluation = plan(AVERAGES, PRELU)
     yield "evaluation", evaluation.epilogue(0, False).launchers[0]
     back = evaluation.backward(False, True, False, True, True)
     yield from zip(("reduce evaluation", "gradients evaluation"), back.epilogue.launchers, strict=False)
     alone = plan(ALONE)
-    yield from {"alone": alone.epilogue(2 * tracked, False).launchers[0], "energies": alone.ahead.launchers[1]}.items()
+    yield from {"alone": alone.epilogue(2 * tracked, False).launchers[0], "energies": alone.ahead.launchers[0]}.items()
     yield "gradients alone", alone.backward(False, False, True, True, True).epilogue.launchers[0]
     activated = plan(ALONE, RELU, leaves=True, recovers=angular == "cosine" and not weighting)
     yield "activated", activated.epilogue(0, False).launchers[0]

@@ -123,7 +123,7 @@ def test_what_is_left():
 def test_only_where_somebody_takes_it(launched):
     results(small("fused"), images())
     assert launched.count("energies") == 2 * 2  # of the images, and behind the pooling; in training and in evaluation
-    assert launched.count("box") == 2 * 3
+    assert launched.count("normalize_and_box") == 2 * 3
     # 3 maps for 12 channels are no gain
     odd = Block(dcnet.DecoupledConv2d(3, 12, 3, impl="fused"), nn.BatchNorm2d(12)).to(DEVICE)
     assert odd.with_energy(images(), None, True)[1] is None

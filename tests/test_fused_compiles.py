@@ -21,5 +21,5 @@ def test_kernels_compile(tmp_path, operator):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == {"tanh": 26, "log": 25, "sphere": 24}[operator]
+    assert len(lines) == {"tanh": 24, "log": 23, "sphere": 22}[operator]
     assert all(int(line.split(", ")[-1].split()[0]) > 1000 for line in lines)

@@ -129,7 +129,7 @@ def test_launches(driver):
     for launcher, values, floats in driver.seen:
         seen.setdefault(launcher.kernel.fn.__name__, []).append((pointers(launcher, values), floats))
     layer, norm = net.conv, net.norm
-    assert seen["normalize"][0][0]["w_ptr"] == layer.weight.data_ptr()
+    assert seen["normalize_and_box"][0][0]["w_ptr"] == layer.weight.data_ptr()
     assert seen["energies"][0][0]["x_ptr"] == x.data_ptr()
     (statistics, _), (last, floats) = seen["forward"]
     assert statistics["running_norm"] == layer.running_norm.data_ptr()

@@ -15,7 +15,7 @@ from dcnet.ops.fused.launcher import Memory, Place
 from dcnet.ops.fused.layout import dense, elsewhere, like
 from dcnet.ops.fused.library import in_graph
 from dcnet.ops.fused.native import Launches
-from dcnet.ops.fused.norm_plan import kernel_launchers
+from dcnet.ops.fused.norm_plan import KernelPlan
 from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import forward
 from dcnet.ops.fused.operands import Effects, Operands, Options, Results, for_backward, wanted_output
@@ -78,10 +78,10 @@ def _differentiable(operands: Operands) -> bool:
 
 @lru_cache(1024)
 def _launchers(kernels: int, size: int, eps: float, *_for: torch.dtype | torch.device) -> tuple[Launches, Launches]:
-    ahead = {"w_ptr": Place(0), "unit_ptr": Place(1), "norm_ptr": Place(2)}
-    back = {"w_ptr": Place(0), "e_ptr": Place(1), "grad_ptr": Place(2), "norm_ptr": Place(3), "e_norm_ptr": None}
-    forward, backward = kernel_launchers(kernels, size, ahead, back, eps)
-    return Launches(forward), Launches(backward)
+    ahead = {"w_ptr": Place(0), "unit_ptr": Place(1), "w_norm_ptr": Place(2)}
+    back = {"w_ptr": Place(0), "e_unit_ptr": Place(1), "grad_ptr": Place(2), "w_norm_ptr": Place(3), "e_norm_ptr": None}
+    plan = KernelPlan(kernels, size, ahead, back, eps)
+    return Launches(plan.forward()), Launches(plan.backward())
 
 
 class _UnitKernel(torch.autograd.Function):

@@ -9,7 +9,7 @@ import triton
 from dcnet.ops.fused.kernels import depthwise
 from dcnet.ops.fused.launcher import Launcher
 from dcnet.ops.fused.layout import Sizes, cdiv, power_of_two_in
-from dcnet.ops.fused.norm_plan import SHORT, NormPlan, Places
+from dcnet.ops.fused.norm_plan import SHORT, KernelPlan, NormPlan, Places
 from dcnet.ops.fused.operands import Options
 
 _TILE = 2048  # elements
@@ -45,7 +45,11 @@ class DepthwisePlan(NormPlan):
         grid = (programs or cdiv(total, self.shared["BP"]), self.columns)
         return Launcher(kernel, grid, {name: known[name] for name in kernel.arg_names}, _WARPS)
 
-    def forward(self, at: Places, maps: int) -> list[Launcher]:
+    def forward(self, at: Places, maps: int, kernels: KernelPlan) -> list[Launcher]:
+        """Return the launchers for normalized kernels, and for dot products and norms."""
+        return [kernels.forward(), *self.windows(at)]
+
+    def windows(self, at: Places) -> list[Launcher]:
         """Return the launcher for dot products and norms."""
         if not self.count:
             return []
@@ -53,16 +57,20 @@ class DepthwisePlan(NormPlan):
         places = {name: at[slot] for name, slot in slots.items()}
         return [self._launcher(depthwise.windows, places, self.count, self.programs, eps=self.eps)]
 
-    def backward(self, at: Places, maps: int, means: int, share: float, add: bool) -> list[Launcher]:
+    def backward(
+        self, at: Places, kernels: KernelPlan, maps: int, means: int, share: float, add: bool, want_weight: bool
+    ) -> list[Launcher]:
         """Return the launchers for the whole gradient of x: the norms' part along columns, then the rest."""
         assert add
+        of_weight = [kernels.backward()] if want_weight else []
         positions = self.shape[0] * math.prod(self.shape[2:])
         if not self.count or not positions:
-            return []
+            return of_weight
         slots = {"of_norms": "of_norms", "n_ptr": "norms", "e_mean": "of_mean", "sum_ptr": "columns"}
         slots |= {"grad_ptr": "grad_x", "x_ptr": "x", "unit_ptr": "unit", "grad_d": "grad_d"}
         places = {name: at[slot] for name, slot in slots.items()}
         return [
             self._launcher(depthwise.sum_columns, places, self.sums // self.shape[1], share=share),
             self._launcher(depthwise.input_gradient, places, positions),
+            *of_weight,
         ]

@@ -91,15 +91,13 @@ class View:
             position,
         )  # of batch, channel, position
 
-    def blocks(self, size: int) -> tuple[int, int]:
-        """Return the sizes of a tile of that many elements, positions × kernels."""
-        if self.channels_last:  # the widest block that wastes little; few widths mean few variants to compile
-            wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (MOST_KERNELS, 16, 8, 4, 2, 1)}
-            bk = next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
-        else:
-            bk = min(triton.next_power_of_2(self.kernels), MOST_KERNELS)
-        bp = max(1, min(size // bk, triton.next_power_of_2(self.positions)))
-        return bp, bk
+    @cached_property
+    def kernel_block(self) -> int:
+        """The kernels of a tile: the widest block that wastes little. Few widths mean few variants to compile."""
+        if not self.channels_last:
+            return min(triton.next_power_of_2(self.kernels), MOST_KERNELS)
+        wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (MOST_KERNELS, 16, 8, 4, 2, 1)}
+        return next(bk for bk, covered in wastes.items() if covered <= 1.1 * self.kernels)
 
     def channel_blocks(self) -> tuple[int, int]:
         """Return the sizes of a tile for the kernels that read x, positions × channels."""

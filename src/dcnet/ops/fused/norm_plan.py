@@ -4,31 +4,56 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import triton
-
 from dcnet.ops.fused.kernels import norms
 from dcnet.ops.fused.launcher import Launcher, Place
 from dcnet.ops.fused.layout import Sizes, View, cdiv
 from dcnet.ops.fused.operands import Options, output_sizes
 
-_BLOCK, _BOX_WARPS = 512, 4  # of the box kernels
+_BLOCK, _BOX_WARPS = 128, 4  # of the box kernels
+_KERNEL_BLOCK = 1024  # elements of a kernel that are read at once; fitted to its size it makes more variants
 SHORT = 2**31 - 2**16  # what 32-bit indices reach
 Places = Mapping[str, Place | None]
 
 
-def kernel_launchers(
-    kernels: int, size: int, forward: Places, backward: Places, eps: float, taps_first: bool = False
-) -> tuple[Launcher, Launcher]:
-    """Return the launchers that normalize kernels of `size` elements, and that compute the gradient of that.
+class KernelPlan:
+    """What it takes to normalize `count` kernels of `size` elements, and for the gradient of that.
 
-    taps_first: write the normalized kernels as (size, kernels).
+    forward and backward: where the two passes find their operands. taps_first: write the normalized kernels as
+    (size, count).
     """
-    order = {"unit_k": 1, "unit_i": kernels} if taps_first else {"unit_k": size, "unit_i": 1}
-    fixed = {"D": size, "BLOCK": min(1024, triton.next_power_of_2(size))}
-    return (
-        Launcher(norms.normalize, (kernels,), {**forward, **fixed, **order, "eps": eps}),
-        Launcher(norms.normalize_backward, (kernels,), {**backward, **fixed}),
-    )
+
+    def __init__(
+        self, count: int, size: int, forward: Places, backward: Places, eps: float, taps_first: bool = False
+    ) -> None:
+        self.count = count
+        order = {"unit_k": 1, "unit_i": count} if taps_first else {"unit_k": size, "unit_i": 1}
+        self._forward = {**forward, "D": size, "eps": eps, **order}
+        self._backward = {**backward, "D": size}
+
+    def forward(self) -> Launcher:
+        """Return the launcher that normalizes the kernels."""
+        return Launcher(norms.normalize, (self.count,), {**self._forward, "BLOCK": _KERNEL_BLOCK})
+
+    def backward(self) -> Launcher:
+        """Return the launcher of the gradient of the weight."""
+        return Launcher(norms.normalize_backward, (self.count,), {**self._backward, "BLOCK": _KERNEL_BLOCK})
+
+    def forward_and_box(self, grid: tuple[int, int], arguments: Mapping[str, Any]) -> Launcher:
+        """Return the launcher that computes patch norms too; grid: the programs of those."""
+        return self._beside(norms.normalize_and_box, grid, {**self._forward, **arguments})
+
+    def backward_and_box(self, grid: tuple[int, int], arguments: Mapping[str, Any], want_weight: bool) -> Launcher:
+        """Return the launcher that computes the gradient of the norms, and that of the weight if it is wanted."""
+        own = self._backward if want_weight else dict.fromkeys(self._backward) | {"D": 0}
+        return self._beside(norms.normalize_and_box_backward, grid, {**own, **arguments}, want_weight)
+
+    def _beside(
+        self, kernel: Any, grid: tuple[int, int], arguments: Mapping[str, Any], wanted: bool = True
+    ) -> Launcher:
+        programs, groups = grid
+        heads = cdiv(self.count, groups) if wanted else 0
+        own = {"K": self.count, "heads": heads, "KERNEL_BLOCK": _KERNEL_BLOCK}
+        return Launcher(kernel, (heads + programs, groups), {**arguments, **own}, _BOX_WARPS)
 
 
 class NormPlan:
@@ -58,13 +83,13 @@ class NormPlan:
         sizes = {"groups": self.groups, "C": view.kernels, "P": view.positions, "blocks": cdiv(view.positions, bp)}
         return {**sizes, **dict(zip(("x_b", "x_c", "x_p"), view.strides, strict=True)), "BP": bp, "BC": bc}
 
-    def forward(self, at: Places, maps: int) -> list[Launcher]:
-        """Return the launchers for patch norms.
+    def forward(self, at: Places, maps: int, kernels: KernelPlan) -> list[Launcher]:
+        """Return the launchers for normalized kernels and patch norms.
 
         maps: how many hold the energy of x, ½·Σ x² over channels; 0 where it is to be computed first.
         """
         if not self.count:
-            return []
+            return [kernels.forward()]
         launchers = []
         if not maps:
             over = self._over_channels()
@@ -72,28 +97,29 @@ class NormPlan:
             programs = self.view.batch * self.groups * over["blocks"]
             launchers.append(Launcher(norms.energies, (programs,), {**places, **over}))
         places = {"n_ptr": at["norms"], "q_ptr": at["energy"], "sums_ptr": at["sums"]}
-        sizes = {"eps": self.eps, "maps": maps or 1, "rows": self.rows, "total": self.count}
+        sizes = {"maps": maps or 1, "rows": self.rows, "total": self.count}
         fixed = {"LONG": self.count > SHORT, "BLOCK": _BLOCK}
-        grid = (self.programs, self.groups)
-        return [*launchers, Launcher(norms.box, grid, {**places, **self.window, **sizes, **fixed}, _BOX_WARPS)]
+        arguments = {**places, **self.window, **sizes, **fixed}
+        return [*launchers, kernels.forward_and_box((self.programs, self.groups), arguments)]
 
-    def backward(self, at: Places, maps: int, means: int, share: float, add: bool) -> list[Launcher]:
+    def backward(
+        self, at: Places, kernels: KernelPlan, maps: int, means: int, share: float, add: bool, want_weight: bool
+    ) -> list[Launcher]:
         """Return the launchers for the products t (N, groups, …), where x·t is a part of the gradient of x.
 
         They read the norms ‖x‖ and their gradient. The gradient is the sum of `maps` maps, plus a `share` of the
         gradient of E{‖x‖}, which is the same for every norm of a group, and is the sum of `means` numbers. add: whether
-        to add x·t to the gradient of x.
+        to add x·t to the gradient of x. want_weight: whether to compute the gradient of the weight too.
         """
         total = self.shape[0] * math.prod(self.shape[2:])
         if not self.count or not math.prod(self.shape):
-            return []
+            return [kernels.backward()] if want_weight else []
         t = at["products"]
         places = {"n_ptr": at["norms"], "e_ptr": at["of_norms"], "e_mean": at["of_mean"], "t_ptr": t}
-        sizes = {"share": share, "total": total, "rows": math.prod(self.output)}
-        sums = {"MAPS": maps, "MEANS": means, "PARTS": triton.next_power_of_2(max(1, means))}
+        sizes = {"share": share, "means": means, "maps": maps, "total": total, "rows": math.prod(self.output)}
         fixed = {"LONG": total > SHORT, "BLOCK": _BLOCK}
-        grid = (cdiv(total, _BLOCK), self.groups)
-        box = Launcher(norms.box_backward, grid, {**places, **self.window, **sizes, **sums, **fixed}, _BOX_WARPS)
+        arguments = {**places, **self.window, **sizes, **fixed}
+        box = kernels.backward_and_box((cdiv(total, _BLOCK), self.groups), arguments, want_weight)
         if not add:
             return [box]
         over = self._over_channels()

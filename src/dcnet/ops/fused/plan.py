@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from dcnet.ops.fused.depthwise_plan import DepthwisePlan
@@ -19,7 +18,7 @@ from dcnet.ops.fused.kernels.forward import forward as forward_kernel
 from dcnet.ops.fused.launcher import Changing, Launcher, Place
 from dcnet.ops.fused.layout import channels_last_strides, dense, energy_maps
 from dcnet.ops.fused.native import Launches
-from dcnet.ops.fused.norm_plan import NormPlan, kernel_launchers
+from dcnet.ops.fused.norm_plan import KernelPlan, NormPlan
 from dcnet.ops.fused.operands import (
     ALONE,
     BACKWARD,
@@ -29,7 +28,6 @@ from dcnet.ops.fused.operands import (
     OF_BATCH,
     OF_RANKS,
     OTHER,
-    PRELU,
     STATISTICS,
     Operands,
     Options,
@@ -41,7 +39,6 @@ from dcnet.ops.fused.operands import (
 )
 from dcnet.ops.fused.tiles import CHANNELS, Tiles, mean_parts
 
-WARPS = 4  # of a program
 NORM_MOMENTUM, MEAN_MOMENTUM = Changing(0), Changing(1)  # the floats given at each forward launch
 
 
@@ -81,15 +78,15 @@ class Plan:
         # computed from them.
         separate = self.operator.weighting == "separate"
         e_norm = (back["of_w_norm"] if separate else back["of_vectors"]) if self.operator.weighting else None
-        normalize, self.normalize_backward = kernel_launchers(
+        self.weights = KernelPlan(
             self.kernels,
             math.prod(t.weight.shape[1:]),
-            {"w_ptr": ahead["weight"], "unit_ptr": ahead["unit"], "norm_ptr": ahead["vectors"]},
+            {"w_ptr": ahead["weight"], "unit_ptr": ahead["unit"], "w_norm_ptr": ahead["vectors"]},
             {
                 "w_ptr": back["weight"],
-                "e_ptr": back["grad_unit"],
+                "e_unit_ptr": back["grad_unit"],
                 "grad_ptr": back["grad_weight"],
-                "norm_ptr": back["vectors"],
+                "w_norm_ptr": back["vectors"],
                 "e_norm_ptr": e_norm,
             },
             o.eps,
@@ -101,10 +98,10 @@ class Plan:
             "energy": ahead["energy"] if self.maps else Place(scratch, regions.at("energies")),
             "sums": Place(scratch, regions.at("norm_sums")) if o.mean_kind == OF_BATCH else None,
         }
-        self.ahead = Launches(normalize, *self.norms.forward(places, self.maps))
+        self.ahead = Launches(*self.norms.forward(places, self.maps, self.weights))
         # a depthwise layer's backward pass computes dot products and norms again, instead of keeping them
         again = {**back, "energy": None, "sums": None}
-        self.again = Launches(*self.norms.forward(again, 0)) if self.depthwise else Launches()
+        self.again = Launches(*self.norms.windows(again)) if isinstance(self.norms, DepthwisePlan) else Launches()
 
     def ordered(self, dot: Tensor) -> Tensor:
         """Return a tensor of the output's shape in the memory order of this plan, copied only if it has another."""
@@ -140,7 +137,7 @@ class Plan:
         return found
 
     def _epilogue(self, track: int, moves: bool) -> Launches:
-        o, at, has = self.options, places_of(FORWARD), self.has
+        o, at, has, tiles = self.options, places_of(FORWARD), self.has, self.tiles
         known = int(o.mean_kind != NO_MEAN)
         scratch = at["scratch"].slot
         nothing = dict.fromkeys(("y_ptr", "energy_ptr", "residual_ptr", "gamma", "beta", "running_var", "norm_batches"))
@@ -152,14 +149,13 @@ class Plan:
             "running_mean": None,
             "running_norm": at["running_norm"] if track else None,
             "mean_batches": at["mean_batches"] if track else None,
-            "sums": Place(scratch, self.tiles.scratch.at("sums")),
-            "norm_sums": Place(scratch, self.tiles.scratch.at("norm_sums")),
+            "sums": Place(scratch, tiles.scratch.at("sums")),
+            "norm_sums": Place(scratch, tiles.scratch.at("norm_sums")),
             "norm_momentum": NORM_MOMENTUM,
             "mean_momentum": MEAN_MOMENTUM,
             "norm_eps": o.norm_eps,
-            "unbiased": self.tiles.count / max(1.0, self.tiles.count - 1.0),
+            "unbiased": tiles.count / max(1.0, tiles.count - 1.0),
             "mean_parts": self.norms.programs,
-            **self.tiles.common,
             "MEAN": 2 if o.mean_kind == OF_BATCH else known,
             "TRACK": track,
             "TALLY": o.groups == 1,
@@ -170,7 +166,8 @@ class Plan:
         launchers = []
         if o.follows == STATISTICS:
             centered = {"running_mean": at["running_mean"] if has["running_mean"] and has["running_var"] else None}
-            launchers.append(self._forward(arguments | centered | {"STATISTICS": True}))
+            summed = arguments | centered | {"STATISTICS": True}
+            launchers.append(tiles.launcher(forward_kernel, summed, tiles.statistics, tiles.statistics))
             # now E{‖x‖} is known, and its running average updated
             arguments |= {"MEAN": known, "TRACK": 0, "running_norm": None, "mean_batches": None}
         there = {name: at[name] if has[name] else None for name in ("gamma", "beta", "running_mean", "running_var")}
@@ -182,14 +179,11 @@ class Plan:
             "NORM": o.follows,
             "ACTIVATION": min(o.activation, OTHER),
         }
-        launchers.append(self._forward(arguments | there | last))
+        launchers.append(tiles.launcher(forward_kernel, arguments | there | last, tiles.output, tiles.statistics))
         if track and o.groups > 1:
             count = {"mean": arguments["mean"], "batches": at["mean_batches"], "groups": o.groups, "BLOCK": 256}
             launchers.append(Launcher(statistics.count_batch, (1,), count))
         return Launches(*launchers)
-
-    def _forward(self, arguments: dict[str, Any]) -> Launcher:
-        return Launcher(forward_kernel, self.tiles.grid, arguments, WARPS)
 
     def backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
         """Return the launchers of the backward pass.
@@ -204,11 +198,10 @@ class Plan:
         return found
 
     def _backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
-        o, at, follows = self.options, places_of(BACKWARD), self.options.follows != ALONE
-        reduced = 3 if o.activation == PRELU else 2
+        o, at, tiles = self.options, places_of(BACKWARD), self.tiles
 
         def scratch(name: str) -> Place:
-            return Place(at["scratch"].slot, self.tiles.back_scratch.at(name))
+            return Place(at["scratch"].slot, tiles.back_scratch.at(name))
 
         arguments = {
             "d_ptr": at["dot"],
@@ -220,28 +213,29 @@ class Plan:
             "grad_n": scratch("norms"),
             "norm_sums": scratch("reduced"),
             "norm_gradients": Place(at["of_vectors"].slot, self.of_vectors.at("beta")),
-            **self.tiles.common,
-            **self.tiles.slopes,
+            **tiles.slopes,
             "ACTIVATION": min(o.activation, OTHER),
             "CENTERED": False,
             "RECOVERS": o.recovers,
-            "NORM_SUMS": reduced,
+            "NORM_SUMS": tiles.reduced,
         }
         epilogue = []
-        if follows:
+        if o.follows != ALONE:
             out = {"out_ptr": at["out"], "grad_residual": at["behind"]} if behind else {}
-            reduces = {"sums": scratch("reduced"), "REDUCE": True, "SUMS": reduced}
-            epilogue.append(Launcher(backward_kernel, self.tiles.grid, arguments | out | reduces, WARPS))
+            reduces = {"sums": scratch("reduced"), "REDUCE": True, "SUMS": tiles.reduced}
+            reduction = arguments | out | reduces
+            epilogue.append(tiles.launcher(backward_kernel, reduction, tiles.reduction, tiles.reduction))
             if behind:
                 arguments |= {"e_ptr": at["behind"], "ACTIVATION": 0, "e_energy": None}
         centered = {"CENTERED": o.follows == STATISTICS, "grad_d": at["grad_d"]}
-        gradients = {"sums": scratch("sums"), "REDUCE": False, "SUMS": self.tiles.rows}
-        epilogue.append(Launcher(backward_kernel, self.tiles.grid, arguments | centered | gradients, WARPS))
-        if self.tiles.rows:
+        gradients: dict[str, Any] = {"sums": scratch("sums"), "REDUCE": False, "SUMS": tiles.rows}
+        gradients |= arguments | centered
+        epilogue.append(tiles.launcher(backward_kernel, gradients, tiles.gradients, tiles.reduction))
+        if tiles.rows:
             epilogue.append(self._vector_gradients(arguments, scratch("sums"), scratch("mean"), at["of_vectors"]))
 
         of_mean, parts, share = {
-            OF_BATCH: (scratch("mean"), self.tiles.mean_parts, 1.0 / max(1, self.norms.count)),
+            OF_BATCH: (scratch("mean"), tiles.mean_parts, 1.0 / max(1, self.norms.count)),
             OF_RANKS: (at["of_mean"], 1, 1.0),
         }.get(o.mean_kind, (None, 0, 0.0))
         places = {
@@ -251,16 +245,20 @@ class Plan:
             "columns": scratch("columns"),
             "products": scratch("products") if add else at["products"],
         }
-        of_x = self.norms.backward(places, self.tiles.kernel_blocks, parts, share, add) if want_x else []
-        of_weight = [self.normalize_backward] if want_weight else []
-        size = self.tiles.back_scratch.size if add else self.tiles.back_scratch.at("products")
-        return Backward(Launches(*epilogue), Launches(*of_x, *of_weight), size)
+        if want_x:
+            maps = tiles.kernel_blocks
+            ends = self.norms.backward(places, self.weights, maps, parts, share, add, want_weight)
+        else:
+            ends = [self.weights.backward()] if want_weight else []
+        size = tiles.back_scratch.size if add else tiles.back_scratch.at("products")
+        return Backward(Launches(*epilogue), Launches(*ends), size)
 
     def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
         """Return the launcher for the gradients of the vectors and of E{‖x‖}, computed from the programs' sums."""
         groups = 1 if self.depthwise else self.groups  # there, each program has several of them
-        sizes = {"programs": self.tiles.programs, "K": self.kernels // groups, "channels": self.kernels}
-        blocks = {"BR": min(triton.next_power_of_2(self.tiles.programs), 256), "BC": CHANNELS}
+        programs = self.tiles.gradients.programs
+        sizes = {"programs": programs, "K": self.kernels // groups, "channels": self.kernels}
+        blocks = {"BR": 128, "BC": CHANNELS}
         rows = {"ROWS": self.tiles.rows, "RADIUS_ROW": self.tiles.radius_row, "DEPTHWISE": self.depthwise}
         places = {"radius": arguments["radius"], "sums": sums, "mean": arguments["mean"]}
         results = {"gradients": gradients, "grad_mean": grad_mean}

@@ -1,6 +1,6 @@
 """How the epilogue's kernels divide an output: tiles, programs, the arguments they share, scratch memory."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -9,15 +9,29 @@ from torch import Tensor
 from dcnet.formulas import Choice
 from dcnet.ops.activations import ACTIVATIONS, FUNCTIONS
 from dcnet.ops.fused import formulas
+from dcnet.ops.fused.launcher import Launcher
 from dcnet.ops.fused.layout import Regions, View, cdiv, power_of_two_in
 from dcnet.ops.fused.norm_plan import NormPlan
-from dcnet.ops.fused.operands import Options
+from dcnet.ops.fused.operands import PRELU, STATISTICS, Options
 from dcnet.ops.inputs import RADIUS_FLOOR
 
-PROGRAMS = 3  # for each multiprocessor
-STAGES = 3  # how many tiles a program loads ahead
-TILE = 2048  # elements of a tile
-_SUMMED = 8192  # how many numbers of other programs are added at once
+
+class Division(NamedTuple):
+    """How a pass divides an output."""
+
+    programs: int  # that share the tiles of a block of kernels; as many leave a row of sums
+    positions: int  # of a tile
+    warps: int  # of a program
+    stages: int  # how many tiles a program loads ahead
+
+
+# Programs for each multiprocessor, elements of a tile, warps, stages: the best of some twenty settings on an H200.
+# Large tiles are for passes over 16-bit maps whose values fit into registers.
+_SMALL = (3, 2048, 4, 3)
+_LARGE = (2, 4096, 4, 3)
+_READING = (2, 4096, 4, 4)  # a pass that writes nothing but sums
+_ALONE = (1, 8192, 8, 3)  # one that has nothing to do with sums
+_SUMMED = 4096  # how many numbers of other programs are added at once; fitted to their number it makes more variants
 CHANNELS = 16  # for each program of `vector_gradients`
 
 
@@ -32,21 +46,17 @@ class Tiles:
     def __init__(self, dot: Tensor, has: dict[str, bool], norms: NormPlan, o: Options) -> None:
         operator, kernels, depthwise = o.operator, dot.shape[1], norms.depthwise
         groups = 1 if depthwise else o.groups  # there, a tile is of several groups
-        view = View(dot.shape, dot.stride(), groups)
-        bp, bk = view.blocks(TILE)
-        columns = groups * cdiv(view.kernels, bk)
-        self.kernel_blocks = 1 if depthwise else cdiv(view.kernels, bk)  # in which a group's kernels are divided
+        self.view = view = View(dot.shape, dot.stride(), groups)
+        cuda = dot.device.type == "cuda"
+        self.processors = torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 0
+        self.kernel_blocks = 1 if depthwise else cdiv(view.kernels, view.kernel_block)  # of a group's kernels
+        self.columns = groups * cdiv(view.kernels, view.kernel_block)
         self.count = view.batch * view.positions
         unit = power_of_two_in(view.kernels)
-        # Programs share the tiles: enough programs to fill the device, few enough that adding up their sums is quick.
-        cuda = dot.device.type == "cuda"
-        wanted = PROGRAMS * torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 2
-        self.programs = max(1, min(view.batch * cdiv(view.positions, bp), cdiv(wanted, columns)))
-        self.grid = (self.programs, columns)
+        half = dot.dtype != torch.float32
 
         h, g = operator.magnitude, operator.angular
         alpha_one = dict(operator.alpha_one) if operator.weighting == "separate" else {}
-        half = dot.dtype != torch.float32
         self.radius = {"RADIUS": o.radius_kind if h.formula.has_radius else 0, "FLOOR": RADIUS_FLOOR}
         self.common: dict[str, Any] = {
             "batch": view.batch,
@@ -59,12 +69,8 @@ class Tiles:
             **formulas.arguments("G", g, half, {}, len(h.learned)),
             "A": formulas.jit(FUNCTIONS[name], half) if (name := ACTIVATIONS[o.activation]) in FUNCTIONS else None,
             **self.radius,
-            "BP": bp,
-            "BK": bk,
-            "BR": max(1, min(triton.next_power_of_2(self.programs), _SUMMED // bk)),
-            "EVEN": view.positions % bp == 0 and view.kernels % bk == 0,
+            "BK": view.kernel_block,
             "CHANNELS_LAST": view.channels_last,
-            "STAGES": STAGES,
             "DEPTHWISE": depthwise,
         }
         self.slopes = {"H_SLOPES": _slopes(h, 2 + h.formula.has_radius), "G_SLOPES": _slopes(g, 2)}
@@ -72,19 +78,45 @@ class Tiles:
         self.rows = sum(rows)
         self.radius_row = sum(rows[:1]) if has["radius"] else -1
         self.mean_parts = mean_parts(kernels // o.groups)
+        large = _LARGE if half else _SMALL
+        alone = half and o.follows != STATISTICS and not depthwise  # the norms of depthwise layers fill the memory
+        self.reduced = 3 if o.activation == PRELU else 2  # sums of the reduction
+        self.statistics = self._divide(*(_READING if half else _SMALL))
+        self.output = self._divide(*(_ALONE if alone else large))
+        self.reduction = self._divide(*(large if self.reduced == 2 else _SMALL))
+        self.gradients = self._divide(*(large if self.rows < 2 else _SMALL))
         # Forward's scratch: ½·Σ x² over channels, sums of norms, BatchNorm's sums
-        of_norm = 2 * self.programs * kernels
+        of_norm = 2 * self.statistics.programs * kernels
         self.scratch = Regions(energies=norms.rows, norm_sums=o.groups * norms.programs, sums=of_norm)
         # Backward's: BatchNorm's sums, the vectors' sums, the gradients of E{‖x‖} and of the norms, the factors of x,
         # a depthwise layer's sums along columns
         self.back_scratch = Regions(
-            reduced=3 * self.programs * kernels,
-            sums=self.programs * self.rows * kernels,
+            reduced=self.reduced * self.reduction.programs * kernels,
+            sums=self.gradients.programs * self.rows * kernels,
             mean=o.groups * self.mean_parts,
             norms=self.kernel_blocks * view.batch * o.groups * view.positions,
             products=norms.rows,
             columns=norms.sums,
         )
+
+    def _divide(self, programs: int, tile: int, warps: int, stages: int) -> Division:
+        positions = max(1, min(tile // self.view.kernel_block, triton.next_power_of_2(self.view.positions)))
+        tiles = self.view.batch * cdiv(self.view.positions, positions)
+        wanted = programs * self.processors or 2  # the interpreter has no processors
+        return Division(max(1, min(tiles, cdiv(wanted, self.columns))), positions, warps, stages)
+
+    def launcher(self, kernel: Any, arguments: dict[str, Any], division: Division, before: Division) -> Launcher:
+        """Return the launcher of a pass; before: the division of the pass that left the sums this one adds up."""
+        bk = self.view.kernel_block
+        sizes = {
+            "norm_parts": before.programs,
+            "BP": division.positions,
+            "BR": max(1, _SUMMED // bk),
+            "EVEN": self.view.positions % division.positions == 0 and self.view.kernels % bk == 0,
+            "STAGES": division.stages,
+        }
+        grid = (division.programs, self.columns)
+        return Launcher(kernel, grid, {**self.common, **arguments, **sizes}, division.warps)
 
 
 def _slopes(choice: Choice, first: int) -> tuple[int, ...]:

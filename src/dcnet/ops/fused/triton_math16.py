@@ -4,6 +4,7 @@ It computes in float32 with an absolute error near 1e-7 and needs half the instr
 near 0 suffers, which the rounding to 8 or 11 bits hides. 0 stays 0, and ±1 stays ±1.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,6 +29,37 @@ __all__ = [
     "where",
 ]
 
+# Whether instructions of NVIDIA's devices can be named; Triton's interpreter knows none of them
+PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def bfloat16(x):
+    """Return x rounded to bfloat16.
+
+    Two numbers are converted at once. One by one, as the compiler does it where the rounded number is used further,
+    goes through the unit for exp2 and rsqrt, which is the slowest.
+    """
+    if PTX:
+        result = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        result = x.to(tl.bfloat16)
+    return result
+
+
+@triton.jit
+def reciprocal(x):
+    """Return 1/x, exact for powers of two: one instruction, where a division is four."""
+    if PTX:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / x
+    return result
+
 
 @triton.jit
 def rsqrt(x):
@@ -41,10 +73,8 @@ def log1p(x):
 
 @triton.jit
 def tanh(x):
-    # 1 − 2/(e^2x + 1), with 2^(2x·log2 e) and the reciprocal as a squared rsqrt: one instruction each. The difference
-    # to ±1 keeps its digits, and so does the slope 1 − tanh².
-    r = tl.rsqrt(tl.exp2(x * 2.8853900817779268) + 1.0)
-    return tl.where(x == 0.0, 0.0, 1.0 - 2.0 * r * r)
+    # 1 − 2/(e^2x + 1), with 2^(2x·log2 e): the difference to ±1 keeps its digits, and so does the slope 1 − tanh²
+    return 1.0 - 2.0 * reciprocal(tl.exp2(x * 2.8853900817779268) + 1.0)
 
 
 @triton.jit

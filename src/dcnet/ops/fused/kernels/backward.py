@@ -9,6 +9,8 @@ from dcnet.ops.fused.kernels.common import (
     offsets_in_tile,
     parameters,
     patch_radius,
+    place_of_tile,
+    rounded,
     start_of_tile,
     vector,
     within,
@@ -17,10 +19,10 @@ from dcnet.ops.fused.kernels.common import (
 from dcnet.ops.fused.kernels.statistics import normalization_gradient
 
 
-@triton.jit(do_not_specialize=["units"])  # fewer variants to compile; UNIT says what counts
+@triton.jit(do_not_specialize=["units", "norm_parts"])  # fewer variants to compile; UNIT says what counts
 def backward(
     d_ptr, n_ptr, e_ptr, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain, mean,
-    norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P,
+    norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P, norm_parts,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, H_SLOPES: tl.constexpr, G: tl.constexpr,
     G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr,
     FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr,
@@ -67,8 +69,7 @@ def backward(
         if not REDUCE:
             writes = tl.program_id(0) == 0
             constant, along = normalization_gradient(
-                norm_sums, norm, norm_gradients, count, tl.num_programs(0), channels, ch, in_k, writes, NORM_SUMS, BR,
-                BK,
+                norm_sums, norm, norm_gradients, count, norm_parts, channels, ch, in_k, writes, NORM_SUMS, BR, BK,
             )  # fmt: skip
     p = tl.arange(0, BP)
     total = zeros(SUMS, BP, BK)
@@ -76,8 +77,7 @@ def backward(
     for step in tl.range(tl.program_id(0), batch * blocks, tl.num_programs(0), num_stages=STAGES):
         # from the end of the map to its start: what was written last is still in the cache
         tile = batch * blocks - 1 - step if REDUCE else step
-        block = tile % blocks
-        b = (tile // blocks).to(tl.int64)
+        b, block = place_of_tile(tile, batch, blocks)
         in_p = block * BP + p < P
         inside = within(in_p, in_k, EVEN)
         start = block.to(tl.int64) * BP
@@ -121,7 +121,7 @@ def backward(
                         out = tl.where(on, z, z * vector(slope, ch, in_k, 0.0))
                     if ACTIVATION == 3:
                         out = A(z)[0]
-                    out = out.to(d_ptr.dtype.element_ty).to(tl.float32)  # as it was stored
+                    out = rounded(out, d_ptr).to(tl.float32)  # as it was stored
                 e += tl.load(e_energy + at_n, mask=in_p, other=0.0)[:, None] * out
             before = e
             if ACTIVATION == 1:

@@ -14,6 +14,23 @@ An absent operand is None, which the compiler knows: what depends on it is not c
 import triton
 import triton.language as tl
 
+from dcnet.ops.fused.triton_math16 import bfloat16
+
+
+@triton.jit
+def positions(block, total, D, H, W, LONG: tl.constexpr, BP: tl.constexpr):
+    """Return image, depth, row and column of a block of positions, and which of them exist.
+
+    LONG is for 64-bit indices, whose division is slow. Any division is: these are as few as it takes.
+    """
+    if LONG:
+        block = block.to(tl.int64)
+    i = block * BP + tl.arange(0, BP)
+    row = i // W
+    plane = row // H
+    b = plane // D
+    return b, plane - b * D, row - plane * H, i - row * W, i < total
+
 
 @triton.jit
 def parameters(learned, FIXED: tl.constexpr, ROWS: tl.constexpr, channels, k, inside):
@@ -51,6 +68,18 @@ def offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST: tl.constexpr):
 
 
 @triton.jit
+def place_of_tile(tile, batch, blocks):
+    """Return which image of the batch a tile belongs to, with 64 bits, and which block of positions it is."""
+    if batch == 1:  # the compiler knows, and a division is as much work as two elements
+        b = tl.zeros((), tl.int64)
+        block = tile
+    else:
+        b = (tile // blocks).to(tl.int64)
+        block = tile % blocks
+    return b, block
+
+
+@triton.jit
 def start_of_tile(b, g, start, K, P, groups, CHANNELS_LAST: tl.constexpr):
     """Return where a tile starts in its map: one 64-bit number for each tile; b and start have 64 bits."""
     if CHANNELS_LAST:
@@ -67,6 +96,16 @@ def norms_at(n_ptr, at_n, in_p, at, inside, DEPTHWISE: tl.constexpr):
         result = tl.load(n_ptr + at, mask=inside, other=1.0)
     else:
         result = tl.load(n_ptr + at_n, mask=in_p, other=1.0)[:, None]
+    return result
+
+
+@triton.jit
+def rounded(x, like):
+    """Return x as the elements that a pointer points to: as it is stored."""
+    if like.dtype.element_ty == tl.bfloat16:
+        result = bfloat16(x)
+    else:
+        result = x.to(like.dtype.element_ty)
     return result
 
 

@@ -11,14 +11,7 @@ the compiler knows that UNIT divides it, and loads that many channels at once.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _positions(block, total, D, H, W, LONG: tl.constexpr, BP: tl.constexpr):
-    """Return image, depth, row and column of a block of positions, and which of them exist."""
-    if LONG:
-        block = block.to(tl.int64)
-    i = block * BP + tl.arange(0, BP)
-    return i // (D * H * W), (i // (H * W)) % D, (i // W) % H, i % W, i < total
+from dcnet.ops.fused.kernels.common import positions
 
 
 @triton.jit
@@ -37,7 +30,7 @@ def windows(
     in_c = c < C
     sums = tl.zeros((BP, BC), tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(total, BP), tl.num_programs(0)):
-        b, d, h, w, inside = _positions(block, total, OD, OH, OW, LONG, BP)
+        b, d, h, w, inside = positions(block, total, OD, OH, OW, LONG, BP)
         dot = tl.zeros((BP, BC), tl.float32)
         squares = tl.zeros((BP, BC), tl.float32)
         for kd in range(KD):
@@ -76,7 +69,7 @@ def sum_columns(
     C = units * UNIT
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < C
-    b, d, h, w, inside = _positions(tl.program_id(0), total, ID, IH, OW, LONG, BP)
+    b, d, h, w, inside = positions(tl.program_id(0), total, ID, IH, OW, LONG, BP)
     if e_mean is not None:
         everywhere = tl.load(e_mean + c, mask=in_c, other=0.0)[None, :] * share
     sum = tl.zeros((BP, BC), tl.float32)
@@ -109,7 +102,7 @@ def input_gradient(
     C = units * UNIT
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < C
-    b, d, h, w, inside = _positions(tl.program_id(0), total, ID, IH, IW, LONG, BP)
+    b, d, h, w, inside = positions(tl.program_id(0), total, ID, IH, IW, LONG, BP)
     sum = tl.zeros((BP, BC), tl.float32)
     grad = tl.zeros((BP, BC), tl.float32)
     start = ((b * ID + d) * IH + h) * OW

@@ -9,6 +9,8 @@ from dcnet.ops.fused.kernels.common import (
     offsets_in_tile,
     parameters,
     patch_radius,
+    place_of_tile,
+    rounded,
     start_of_tile,
     vector,
     within,
@@ -17,11 +19,11 @@ from dcnet.ops.fused.kernels.common import (
 from dcnet.ops.fused.kernels.statistics import mean_norm, mean_norms, normalization
 
 
-@triton.jit(do_not_specialize=["units", "mean_parts"])  # fewer variants to compile; UNIT says what counts
+@triton.jit(do_not_specialize=["units", "mean_parts", "norm_parts"])  # fewer variants to compile; UNIT says what counts
 def forward(
     d_ptr, n_ptr, y_ptr, energy_ptr, residual_ptr, radius, bias, learned, slope, gamma, beta, running_mean,
     running_var, norm_batches, running_norm, mean_batches, factor, gain, mean, norm, sums, norm_sums, norm_momentum,
-    mean_momentum, norm_eps, count, unbiased, batch, groups, units, P, mean_parts,
+    mean_momentum, norm_eps, count, unbiased, batch, groups, units, P, mean_parts, norm_parts,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, G: tl.constexpr, G_FIXED: tl.constexpr,
     G_ROWS: tl.constexpr, A: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BP: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr, CHANNELS_LAST: tl.constexpr, STAGES: tl.constexpr,
@@ -65,7 +67,7 @@ def forward(
     if NORM > 0:
         scale, shift = normalization(
             norm, sums, gamma, beta, running_mean, running_var, norm_batches, count, unbiased, norm_momentum,
-            norm_eps, tl.num_programs(0), channels, ch, in_k, writes, writes & (tl.program_id(1) == 0), NORM, BR, BK,
+            norm_eps, norm_parts, channels, ch, in_k, writes, writes & (tl.program_id(1) == 0), NORM, BR, BK,
         )  # fmt: skip
     p = tl.arange(0, BP)
     if STATISTICS:
@@ -75,10 +77,10 @@ def forward(
         sum_y, sum_yy = zeros(2, BP, BK)
     offsets = offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST)
     for step in tl.range(tl.program_id(0), batch * blocks, tl.num_programs(0), num_stages=STAGES):
-        # from the end of the map to its start: what the convolution wrote last is still in the cache
-        tile = batch * blocks - 1 - step if STATISTICS else step
-        block = tile % blocks
-        b = (tile // blocks).to(tl.int64)
+        # The first pass after the convolution goes from the end of the map to its start: what the convolution wrote
+        # last is still in the cache. The second finds there what the first read last.
+        tile = batch * blocks - 1 - step if STATISTICS or NORM != 2 else step
+        b, block = place_of_tile(tile, batch, blocks)
         in_p = block * BP + p < P
         inside = within(in_p, in_k, EVEN)
         start = block.to(tl.int64) * BP
@@ -105,7 +107,7 @@ def forward(
                 y = tl.where(y > 0.0, y, y * vector(slope, ch, in_k, 0.0))
             if ACTIVATION == 3:
                 y = A(y)[0]
-            result = y.to(y_ptr.dtype.element_ty)
+            result = rounded(y, y_ptr)
             tl.store(y_ptr + first + offsets, result, mask=inside)
             if energy_ptr is not None:  # of the values as they are stored
                 y = tl.where(inside, result.to(tl.float32), 0.0)

@@ -6,17 +6,16 @@ Maps have three spatial dimensions here; a missing dimension has size 1.
 import triton
 import triton.language as tl
 
+from dcnet.ops.fused.kernels.common import positions
+
+MAPS = tl.constexpr(2)  # that are read at once, so that their loads do not wait for each other
 # Numbers of which Triton need not know whether they are 1 or divisible by 16: fewer variants to compile
-_ANY = ("maps", "rows", "total", "IH", "IW", "OH", "OW", "PH", "PW")
+_ANY = ("maps", "rows", "total", "heads", "means", "K", "IH", "IW", "OH", "OW", "PH", "PW")
 
 
 @triton.jit
-def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, unit_k, unit_i, BLOCK: tl.constexpr):
-    """Write unit = w/‖w‖ and ‖w‖, one program for each kernel of D contiguous elements.
-
-    unit_k and unit_i are the strides of unit.
-    """
-    k = tl.program_id(0)
+def normalize_kernel(k, w_ptr, unit_ptr, norm_ptr, eps, D, unit_k, unit_i, BLOCK: tl.constexpr):
+    """Write unit = w/‖w‖ and ‖w‖ for kernel k, of D contiguous elements; unit_k and unit_i are the strides of unit."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -32,9 +31,8 @@ def normalize(w_ptr, unit_ptr, norm_ptr, eps, D, unit_k, unit_i, BLOCK: tl.const
 
 
 @triton.jit
-def normalize_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, BLOCK: tl.constexpr):
-    """Write grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖."""
-    k = tl.program_id(0)
+def normalize_kernel_backward(k, w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, BLOCK: tl.constexpr):
+    """Write grad = (e − ⟨e, û⟩û)/‖w‖ + e_norm·û with û = w/‖w‖ for kernel k."""
     norm = tl.load(norm_ptr + k)
     inverse = tl.where(norm > 0.0, 1.0 / norm, 0.0)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -53,7 +51,7 @@ def normalize_backward(w_ptr, e_ptr, grad_ptr, norm_ptr, e_norm_ptr, D, BLOCK: t
         tl.store(grad_ptr + k * D + i, grad.to(grad_ptr.dtype.element_ty), mask=i < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
     """Write q (batch, groups, positions) = ½·Σ over each group's C channels of x²."""
     pid = tl.program_id(0)
@@ -74,95 +72,150 @@ def energies(x_ptr, q_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr
     tl.store(q_ptr + (b * groups + g).to(tl.int64) * P + start + p, 0.5 * total, mask=in_p)
 
 
-@triton.jit(do_not_specialize=_ANY)
-def box(
-    n_ptr, q_ptr, sums_ptr, eps, maps, rows, groups, total, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH,
-    DW,
-    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write n = sqrt(2·Σ over the window of q + eps) for one group.
-
-    n is (batch, groups, OD, OH, OW), q is (batch, groups, ID, IH, IW). q is the sum of `maps` maps of `rows` elements
-    each. `total` is batch·positions. LONG is for 64-bit indices, whose division is slow. sums_ptr gets each program's
-    sum of n, (groups, programs).
-    """
-    g = tl.program_id(1)
-    pid = tl.program_id(0)
-    if LONG:
-        pid = pid.to(tl.int64)
-    i = pid * BLOCK + tl.arange(0, BLOCK)
-    inside = i < total
-    w = i % OW
-    h = (i // OW) % OH
-    d = (i // (OW * OH)) % OD
-    b = i // (OW * OH * OD)
-    m = b.to(tl.int64) * groups + g
-    at = q_ptr + m * (ID * IH * IW)
-    sum = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(maps):
-        for kd in tl.static_range(KD):
-            for kh in tl.static_range(KH):
-                for kw in tl.static_range(KW):
-                    zd = d * SD - PD + kd * DD
-                    zh = h * SH - PH + kh * DH
-                    zw = w * SW - PW + kw * DW
-                    ok = inside & (zd >= 0) & (zd < ID) & (zh >= 0) & (zh < IH) & (zw >= 0) & (zw < IW)
-                    sum += tl.load(at + (zd * IH + zh) * IW + zw, mask=ok, other=0.0)
-        at += rows
-    n = tl.sqrt(2.0 * sum + eps)
-    tl.store(n_ptr + m * (OD * OH * OW) + (d * OH + h) * OW + w, n, mask=inside)
-    if sums_ptr is not None:
-        tl.store(sums_ptr + g * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(inside, n, 0.0), 0))
-
-
-@triton.jit(do_not_specialize=[name for name in _ANY if name != "maps"])
-def box_backward(
-    n_ptr, e_ptr, e_mean, t_ptr, share, groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH,
-    DW,
-    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, MAPS: tl.constexpr, MEANS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write t = Σ of e/n over the windows that hold a position: the gradient of ½·Σ x². That of x is x·t.
-
-    e is the sum of MAPS maps of `rows` elements each, plus the `share` that every norm gets of the gradient of E{‖x‖},
-    which is itself a sum of MEANS ≤ PARTS numbers.
-    """
-    g = tl.program_id(1)
-    pid = tl.program_id(0)
-    if LONG:
-        pid = pid.to(tl.int64)
-    i = pid * BLOCK + tl.arange(0, BLOCK)
-    inside = i < total
-    w = i % IW
-    h = (i // IW) % IH
-    d = (i // (IW * IH)) % ID
-    b = i // (IW * IH * ID)
-    m = b.to(tl.int64) * groups + g
-    start = m * (OD * OH * OW)
-    everywhere = 0.0
-    if MEANS > 0:
-        part = tl.arange(0, PARTS)
-        everywhere = tl.sum(tl.load(e_mean + g * MEANS + part, mask=part < MEANS, other=0.0), 0) * share
-    sum = tl.zeros((BLOCK,), tl.float32)
-    for kd in tl.static_range(KD):
-        for kh in tl.static_range(KH):
-            for kw in tl.static_range(KW):
-                zd = d + PD - kd * DD
-                zh = h + PH - kh * DH
-                zw = w + PW - kw * DW
-                ok = inside & (zd >= 0) & (zh >= 0) & (zw >= 0) & (zd % SD == 0) & (zh % SH == 0) & (zw % SW == 0)
-                ok = ok & (zd // SD < OD) & (zh // SH < OH) & (zw // SW < OW)
-                at = start + ((zd // SD) * OH + zh // SH) * OW + zw // SW
-                n = tl.load(n_ptr + at, mask=ok, other=0.0)
-                e = tl.load(e_ptr + at, mask=ok, other=0.0) + everywhere
-                for _ in tl.static_range(1, MAPS):
-                    at += rows
-                    e += tl.load(e_ptr + at, mask=ok, other=0.0)
-                sum += tl.where(n > 0.0, e / n, 0.0)
-    tl.store(t_ptr + m * (ID * IH * IW) + (d * IH + h) * IW + w, sum, mask=inside)
+@triton.jit
+def normalize(w_ptr, unit_ptr, w_norm_ptr, eps, D, unit_k, unit_i, BLOCK: tl.constexpr):
+    """Normalize all kernels, one program each."""
+    normalize_kernel(tl.program_id(0), w_ptr, unit_ptr, w_norm_ptr, eps, D, unit_k, unit_i, BLOCK)
 
 
 @triton.jit
+def normalize_backward(w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, D, BLOCK: tl.constexpr):
+    """Compute the gradient of `normalize`."""
+    normalize_kernel_backward(tl.program_id(0), w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, D, BLOCK)
+
+
+@triton.jit(do_not_specialize=[name for name in _ANY if name != "means"])
+def normalize_and_box(
+    w_ptr, unit_ptr, w_norm_ptr, n_ptr, q_ptr, sums_ptr, eps, D, unit_k, unit_i, K, heads, maps, rows, groups, total,
+    ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+    KERNEL_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalize the K kernels, in the first `heads` programs of each group, and compute patch norms in the others.
+
+    The two have nothing to do with each other; together they are one launch.
+
+    Patch norms are n = sqrt(2·Σ over the window of q + eps) for one group. n is (batch, groups, OD, OH, OW), q is
+    (batch, groups, ID, IH, IW). q is the sum of `maps` maps of `rows` elements each. `total` is batch·positions. LONG
+    is for 64-bit indices. sums_ptr gets each program's sum of n, (groups, programs).
+    """
+    g = tl.program_id(1)
+    pid = tl.program_id(0) - heads
+    if pid < 0:
+        k = tl.program_id(0) * groups + g
+        if k < K:
+            normalize_kernel(k, w_ptr, unit_ptr, w_norm_ptr, eps, D, unit_k, unit_i, KERNEL_BLOCK)
+    else:
+        box(
+            pid, g, n_ptr, q_ptr, sums_ptr, eps, tl.num_programs(0) - heads, maps, rows, groups, total, ID, IH, IW,
+            OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW, KD, KH, KW, LONG, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def box(
+    pid, g, n_ptr, q_ptr, sums_ptr, eps, programs, maps, rows, groups, total, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD,
+    PH, PW, DD, DH, DW,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the patch norms of a block of positions of a group."""
+    b, d, h, w, inside = positions(pid, total, OD, OH, OW, LONG, BLOCK)
+    m = b.to(tl.int64) * groups + g
+    at = q_ptr + m * (ID * IH * IW)
+    sum = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, maps, MAPS):
+        for map in tl.static_range(MAPS):
+            there = inside & (first + map < maps)
+            for kd in tl.static_range(KD):
+                for kh in tl.static_range(KH):
+                    for kw in tl.static_range(KW):
+                        zd = d * SD - PD + kd * DD
+                        zh = h * SH - PH + kh * DH
+                        zw = w * SW - PW + kw * DW
+                        ok = there & (zd >= 0) & (zd < ID) & (zh >= 0) & (zh < IH) & (zw >= 0) & (zw < IW)
+                        sum += tl.load(at + (zd * IH + zh) * IW + zw, mask=ok, other=0.0)
+            at += rows
+    n = tl.sqrt(2.0 * sum + eps)
+    tl.store(n_ptr + m * (OD * OH * OW) + (d * OH + h) * OW + w, n, mask=inside)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + g * programs + pid, tl.sum(tl.where(inside, n, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=_ANY)
+def normalize_and_box_backward(
+    w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, n_ptr, e_ptr, e_mean, t_ptr, D, K, heads, means, share, maps,
+    groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+    KERNEL_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of `normalize_and_box`, divided among programs in the same way; w_ptr: None if not of w.
+
+    That of patch norms is t = Σ of e/n over the windows that hold a position: the gradient of ½·Σ x². That of x is
+    x·t. e is the sum of `maps` maps of `rows` elements each, plus the `share` that every norm gets of the gradient of
+    E{‖x‖}, which is itself a sum of `means` numbers.
+    """
+    g = tl.program_id(1)
+    pid = tl.program_id(0) - heads
+    if pid < 0:
+        k = tl.program_id(0) * groups + g
+        if w_ptr is not None:
+            if k < K:
+                normalize_kernel_backward(k, w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, D, KERNEL_BLOCK)
+    else:
+        box_backward(
+            pid, g, n_ptr, e_ptr, e_mean, t_ptr, means, share, maps, groups, total, rows, ID, IH, IW, OD, OH, OW, SD,
+            SH, SW, PD, PH, PW, DD, DH, DW, KD, KH, KW, LONG, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def box_backward(
+    pid, g, n_ptr, e_ptr, e_mean, t_ptr, means, share, maps, groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW,
+    PD, PH, PW, DD, DH, DW,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the products t of a block of positions of a group."""
+    b, d, h, w, inside = positions(pid, total, ID, IH, IW, LONG, BLOCK)
+    m = b.to(tl.int64) * groups + g
+    start = m * (OD * OH * OW)
+    everywhere = 0.0
+    if e_mean is not None:
+        part = tl.arange(0, 64)
+        parts = tl.zeros((64,), tl.float32)
+        for done in range(0, means, 64):
+            parts += tl.load(e_mean + g * means + done + part, mask=done + part < means, other=0.0)
+        everywhere = tl.sum(parts, 0) * share
+    sum = tl.zeros((BLOCK,), tl.float32)
+    for kd in tl.static_range(KD):
+        for kh in tl.static_range(KH):
+            zd = d + PD - kd * DD
+            zh = h + PH - kh * DH
+            row = inside & (zd >= 0) & (zh >= 0) & (zd % SD == 0) & (zh % SH == 0)
+            row = row & (zd // SD < OD) & (zh // SH < OH)
+            first = start + ((zd // SD) * OH + zh // SH) * OW
+            e = ()
+            for _ in tl.static_range(KW):
+                e = e + (tl.zeros((BLOCK,), tl.float32) + everywhere,)
+            at = first
+            for before in range(0, maps, MAPS):
+                for map in tl.static_range(MAPS):
+                    there = row & (before + map < maps)
+                    new = ()
+                    for kw in tl.static_range(KW):
+                        zw = w + PW - kw * DW
+                        ok = there & (zw >= 0) & (zw % SW == 0) & (zw // SW < OW)
+                        new = new + (e[kw] + tl.load(e_ptr + at + zw // SW, mask=ok, other=0.0),)
+                    e = new
+                    at += rows
+            for kw in tl.static_range(KW):
+                zw = w + PW - kw * DW
+                ok = row & (zw >= 0) & (zw % SW == 0) & (zw // SW < OW)
+                n = tl.load(n_ptr + first + zw // SW, mask=ok, other=0.0)
+                sum += tl.where(n > 0.0, e[kw] / n, 0.0)
+    tl.store(t_ptr + m * (ID * IH * IW) + (d * IH + h) * IW + w, sum, mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks"])
 def add_product(grad_ptr, x_ptr, t_ptr, groups, C, P, blocks, x_b, x_c, x_p, BP: tl.constexpr, BC: tl.constexpr):
     """Add x·t to grad in place, with t (batch, groups, positions); x and grad have the same memory order."""
     pid = tl.program_id(0)

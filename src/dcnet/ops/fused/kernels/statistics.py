@@ -161,7 +161,7 @@ def normalization_gradient(
     return scale * e / count - along * tl.load(norm + at, mask=ok, other=0.0), along
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def vector_gradients(
     radius, sums, mean, gradients, grad_mean, programs, K, channels,
     ROWS: tl.constexpr, RADIUS_ROW: tl.constexpr, RADIUS: tl.constexpr, FLOOR: tl.constexpr, BR: tl.constexpr,
