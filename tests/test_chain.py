@@ -67,6 +67,8 @@ def launched(monkeypatch):
     from dcnet.ops.fused import native
     from dcnet.ops.fused.host import HOST
 
+    if HOST.module is not None:
+        HOST.module.forget()  # what it has learned of graphs, whose operators stay registered
     monkeypatch.setattr(HOST, "module", None)
     monkeypatch.setattr(type(HOST), "ready", lambda *_: None)
     names = []

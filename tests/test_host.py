@@ -18,6 +18,9 @@ from dcnet.layers import Block, Chain
 pytest.importorskip("triton")
 
 from dcnet.ops.fused.host import HOST
+from dcnet.ops.fused.operands import ALONE, NO_MEAN, Operands, Options
+from dcnet.ops.fused.plan import plan_of
+from dcnet.ops.operator import make_operator
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, inside the interpreter
@@ -580,6 +583,22 @@ def test_operators_of_a_compiled_graph(native, name, grad):
     layers = {"separate": 0, "blocks": 2, "without BatchNorm": 2}.get(name, 1)
     assert after["forward"] - before["forward"] == 2 * layers
     assert after["backward"] - before["backward"] == 2 * layers
+
+
+def test_a_graph_needs_no_dot_product_again(monkeypatch):
+    """It keeps a depthwise layer's, so kernels that never ran do not keep C++ from running."""
+    t = Operands(image(2, 4, 5, 4, last=True), torch.ones(4, 1, 3, 3), *[None] * (len(Operands._fields) - 2))
+    one = (1, 1)
+    plan = plan_of(
+        t,
+        Options(
+            one, one, one, 4, 1e-4, 0, NO_MEAN, ALONE, 0.0, 0, False, False, make_operator("sphere", "cosine", None)
+        ),
+    )
+    monkeypatch.setattr(HOST, "_kernels", lambda launches: None if launches is plan.again else b"packed")
+    key = (False, False, True, True, True)
+    assert HOST._backward(plan, True, *key) is None
+    assert HOST._backward(plan, False, *key)[:3] == (b"packed", b"packed", b"")
 
 
 def test_inference_of_a_compiled_graph(native):

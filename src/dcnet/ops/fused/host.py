@@ -120,9 +120,10 @@ class Host:
     def _epilogue(self, plan: Plan, track: int, moves: bool) -> Any:
         return self._kernels(plan.epilogue(track, moves))
 
-    def _backward(self, plan: Plan, *key: bool) -> Any:
+    def _backward(self, plan: Plan, again: bool, *key: bool) -> Any:
         found = plan.backward(*key)
-        kernels = [self._kernels(launches) for launches in (found.epilogue, found.ends, plan.again)]
+        kernels = [self._kernels(launches) for launches in (found.epilogue, found.ends)]
+        kernels.append(self._kernels(plan.again) if again else b"")
         return None if None in kernels else (*kernels, found.scratch)
 
 

@@ -150,6 +150,7 @@ inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   for (size_t i = 0; i < kept; i++) usual = read(values[BEFORE + OPERANDS + i], saved[i], true) && usual;
   key.behind = saved[OUT].defined();
   key.energy = of_left.defined();
+  key.again = false;  // a graph keeps them
   std::shared_ptr<Plan> plan;
   if (usual) {
     py::gil_scoped_acquire gil;

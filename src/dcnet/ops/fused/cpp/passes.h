@@ -141,8 +141,7 @@ inline Gradients gradients(
   BelowAutograd guard;
   const Tensor &x = saved[saved_as(X)], &weight = saved[saved_as(WEIGHT)];
   Tensor dot = std::move(saved[DOT]), norms = saved[NORMS];
-  const bool again = !dot.defined();  // a depthwise layer's, not saved
-  if (again) {
+  if (key.again) {  // a depthwise layer's, not saved
     dot = at::empty_strided(plan.norms, plan.out_stride, x.options());
     norms = at::empty_like(dot, x.options().dtype(at::kFloat));
   }
@@ -164,7 +163,7 @@ inline Gradients gradients(
   const Tensor scratch = memory.floats(B_SCRATCH, kernels.scratch);
   const Tensor products = key.add ? Tensor() : memory.floats(B_PRODUCTS, plan.positions);
   const Tensor grad_weight = key.want_weight ? memory.put(B_GRAD_WEIGHT, at::empty_like(weight)) : Tensor();
-  if (again) memory.run(kernels.again);
+  if (key.again) memory.run(kernels.again);
   memory.run(kernels.epilogue);
   for (auto name : {B_E, B_OF_LEFT, B_OUT, B_DOT}) memory.drop(name);
   dot = of_left = saved[OUT] = Tensor();

@@ -112,10 +112,11 @@ struct Region {
   int64_t start = 0, size = 0;
 };
 
-// Which of the launchers of a backward pass: the arguments of plan.py's `Plan.backward`.
+// Which of the launchers of a backward pass: the arguments of plan.py's `Plan.backward`, and whether the dot product
+// and the norms are computed again.
 struct BackwardKey {
-  bool behind, energy, add, want_x, want_weight;
-  size_t number() const { return behind + 2 * energy + 4 * add + 8 * want_x + 16 * want_weight; }
+  bool behind, energy, add, want_x, want_weight, again;
+  size_t number() const { return behind + 2 * energy + 4 * add + 8 * want_x + 16 * want_weight + 32 * again; }
 };
 
 class Plan {
@@ -151,7 +152,8 @@ class Plan {
     const Backward* found = place.load(std::memory_order_acquire);
     if (found != nullptr) return found;
     py::gil_scoped_acquire gil;
-    py::object made = call(given->backward, plan_.get(), key.behind, key.energy, key.add, key.want_x, key.want_weight);
+    py::object made = call(
+        given->backward, plan_.get(), key.again, key.behind, key.energy, key.add, key.want_x, key.want_weight);
     if (made.is_none()) return nullptr;
     auto parts = made.cast<py::tuple>();
     auto fresh = std::make_unique<Backward>(
@@ -190,7 +192,7 @@ class Plan {
 
   Held plan_, options_;  // the options' address is a part of the key that plans are found by
   std::array<std::unique_ptr<Kernels>, 6> epilogues_;
-  std::array<std::atomic<const Backward*>, 32> backwards_{};
+  std::array<std::atomic<const Backward*>, 64> backwards_{};
 };
 
 }  // namespace dcnet
