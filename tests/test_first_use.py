@@ -76,4 +76,39 @@ def test_a_step_finds_its_kernels_compiled(tmp_path):
     code.write_text(CODE)
     done = subprocess.run([sys.executable, str(code)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["11", "[]"]
+    assert done.stdout.split() == ["9", "[]"]
+
+
+# Arguments that are not constants of a kernel: sizes, of which Triton only knows whether 16 divides them
+_NUMBERS = {"P", "D", "K", *(f"{letter}{axis}" for letter in "IOSPD" for axis in "DHW")}
+
+
+def test_widths_share_their_variants(monkeypatch):
+    """The kernels of layers that differ in width and size only, on a GPU with many processors, have equal constants."""
+    import torch
+
+    from dcnet.ops.fused import tiles
+    from dcnet.ops.fused.operands import OF_BATCH, STATISTICS, Operands, Options
+    from dcnet.ops.fused.plan import Plan
+    from dcnet.ops.operator import make_operator
+
+    monkeypatch.setattr(tiles, "programs_for", lambda device, each: 132 * each)
+    one, operator = (1, 1), make_operator("tanh", "cosine", None)
+    options = Options(one, one, one, 1, 1e-4, 2, OF_BATCH, STATISTICS, 1e-3, 1, True, False, operator)
+
+    def constants(width, size):
+        vector = torch.ones(width)
+        x = torch.empty(64, width, size, size, dtype=torch.bfloat16, device="meta").to(
+            memory_format=torch.channels_last
+        )
+        weight, energy = torch.empty(width, width, 3, 3, device="meta"), torch.empty(width // 32, 64, 1, size, size)
+        plan = Plan(Operands(x, weight, None, vector, None, None, *[vector] * 4, None, None, energy), options, x)
+        back = plan.backward(False, True, False, True, True)
+        launches = (plan.ahead, plan.epilogue(1, True), back.epilogue, back.ends)
+        return [
+            (launcher.kernel.fn.__name__, launcher.warps, {n: a[n] for n in a if n.isupper() and n not in _NUMBERS})
+            for launcher in (each for launch in launches for each in launch.launchers)
+            for a in [dict(zip(launcher.kernel.arg_names, launcher.values, strict=True))]
+        ]
+
+    assert constants(96, 32) == constants(384, 8)

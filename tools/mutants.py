@@ -637,6 +637,13 @@ MUTANTS = [
         "test_fused.py",
     ),
     Mutant(
+        "fused: a variant for every width",
+        "ops/fused/tiles.py",
+        '"BR": max(1, _SUMMED // bk)',
+        '"BR": triton.next_power_of_2(before.programs)',
+        "test_first_use.py",
+    ),
+    Mutant(
         "fused: rows of sums of another pass",
         "ops/fused/plan.py",
         "arguments | there | last, tiles.output, tiles.statistics",

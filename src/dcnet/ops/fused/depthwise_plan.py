@@ -8,7 +8,7 @@ import triton
 
 from dcnet.ops.fused.kernels import depthwise
 from dcnet.ops.fused.launcher import Launcher
-from dcnet.ops.fused.layout import Sizes, cdiv, power_of_two_in
+from dcnet.ops.fused.layout import Sizes, cdiv, power_of_two_in, programs_for
 from dcnet.ops.fused.norm_plan import SHORT, KernelPlan, NormPlan, Places
 from dcnet.ops.fused.operands import Options
 
@@ -32,9 +32,8 @@ class DepthwisePlan(NormPlan):
         unit = power_of_two_in(channels)
         self.columns = cdiv(channels, bc)
         self.shared = {"units": channels // unit, "UNIT": unit, "BP": _TILE // bc, "BC": bc}
-        cuda = device.type == "cuda"
-        wanted = _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
-        self.programs = max(1, min(cdiv(self.count, _TILE // bc), cdiv(wanted, self.columns)))
+        wanted = cdiv(programs_for(device, _PROGRAMS), self.columns)
+        self.programs = max(1, min(cdiv(self.count, _TILE // bc), wanted))
         self.rows = 0  # it needs no map of ½·x²
         window = self.window
         self.sums = channels * shape[0] * window["ID"] * window["IH"] * window["OW"]

@@ -18,6 +18,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def programs_for(device: torch.device, each: int) -> int:
+    """Return the programs that fill a device, a number for each multiprocessor; 2 in Triton's interpreter."""
+    if device.type != "cuda":
+        return 2
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def power_of_two_in(number: int) -> int:
     """Return the largest power of two, up to 16, that divides a number: what the compiler may take for granted."""
     return min(16, number & -number)

@@ -10,7 +10,7 @@ from dcnet.formulas import Choice
 from dcnet.ops.activations import ACTIVATIONS, FUNCTIONS
 from dcnet.ops.fused import formulas
 from dcnet.ops.fused.launcher import Launcher
-from dcnet.ops.fused.layout import Regions, View, cdiv, power_of_two_in
+from dcnet.ops.fused.layout import Regions, View, cdiv, power_of_two_in, programs_for
 from dcnet.ops.fused.norm_plan import NormPlan
 from dcnet.ops.fused.operands import PRELU, STATISTICS, Options
 from dcnet.ops.inputs import RADIUS_FLOOR
@@ -47,8 +47,7 @@ class Tiles:
         operator, kernels, depthwise = o.operator, dot.shape[1], norms.depthwise
         groups = 1 if depthwise else o.groups  # there, a tile is of several groups
         self.view = view = View(dot.shape, dot.stride(), groups)
-        cuda = dot.device.type == "cuda"
-        self.processors = torch.cuda.get_device_properties(dot.device).multi_processor_count if cuda else 0
+        self.device = dot.device
         self.kernel_blocks = 1 if depthwise else cdiv(view.kernels, view.kernel_block)  # of a group's kernels
         self.columns = groups * cdiv(view.kernels, view.kernel_block)
         self.count = view.batch * view.positions
@@ -102,8 +101,8 @@ class Tiles:
     def _divide(self, programs: int, tile: int, warps: int, stages: int) -> Division:
         positions = max(1, min(tile // self.view.kernel_block, triton.next_power_of_2(self.view.positions)))
         tiles = self.view.batch * cdiv(self.view.positions, positions)
-        wanted = programs * self.processors or 2  # the interpreter has no processors
-        return Division(max(1, min(tiles, cdiv(wanted, self.columns))), positions, warps, stages)
+        wanted = cdiv(programs_for(self.device, programs), self.columns)
+        return Division(max(1, min(tiles, wanted)), positions, warps, stages)
 
     def launcher(self, kernel: Any, arguments: dict[str, Any], division: Division, before: Division) -> Launcher:
         """Return the launcher of a pass; before: the division of the pass that left the sums this one adds up."""
