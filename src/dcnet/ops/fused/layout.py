@@ -19,7 +19,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def programs_for(device: torch.device, each: int) -> int:
-    """Return the programs that fill a device, a number for each multiprocessor; 2 in Triton's interpreter."""
+    """Return how many programs fill a device with `each` on every multiprocessor; 2 in Triton's interpreter."""
     if device.type != "cuda":
         return 2
     return each * torch.cuda.get_device_properties(device).multi_processor_count

@@ -148,7 +148,9 @@ def normalize_and_box_backward(
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
     KERNEL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of `normalize_and_box`, divided among programs in the same way; w_ptr: None if not of w.
+    """Compute the gradients of `normalize_and_box`, divided among programs in the same way.
+
+    w_ptr is None where the weight needs no gradient.
 
     That of patch norms is t = Σ of e/n over the windows that hold a position: the gradient of ½·Σ x². That of x is
     x·t. e is the sum of `maps` maps of `rows` elements each, plus the `share` that every norm gets of the gradient of
