@@ -144,6 +144,16 @@ def test_grouped_and_other_shapes_take_nothing():
     assert_same(results(nets[1], images()), results(nets[0], images()))
 
 
+def test_many_maps():
+    """More maps of energies, and of gradients of norms, than kernels read at once: one for every 32 channels."""
+    nets = []
+    for impl in ("reference", "fused"):
+        torch.manual_seed(0)
+        parts = Parts(options={"impl": impl})
+        nets.append(livened(Chain(parts.block(3, 160), parts.block(160, 8))))
+    assert_same(results(nets[1], images()), results(nets[0], images()))
+
+
 def shifted(module, *arguments):
     """A hook that changes what it sees, in place: a tuple before a call, the output after it."""
     seen = arguments[-1]

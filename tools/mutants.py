@@ -662,7 +662,7 @@ MUTANTS = [
         "ops/fused/kernels/norms.py",
         "for before in range(0, maps, MAPS):",
         "for before in range(0, MAPS, MAPS):",
-        "test_fused.py",
+        "test_chain.py",
     ),
     Mutant(
         "fused: rows and planes confused",
