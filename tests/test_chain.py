@@ -150,7 +150,7 @@ def test_many_maps():
     for impl in ("reference", "fused"):
         torch.manual_seed(0)
         parts = Parts(options={"impl": impl})
-        nets.append(livened(Chain(parts.block(3, 160), parts.block(160, 8))))
+        nets.append(livened(Chain(parts.block(3, 96), parts.block(96, 8))))
     assert_same(results(nets[1], images()), results(nets[0], images()))
 
 

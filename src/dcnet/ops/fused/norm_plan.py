@@ -4,12 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import triton
+
 from dcnet.ops.fused.kernels import norms
 from dcnet.ops.fused.launcher import Launcher, Place
 from dcnet.ops.fused.layout import Sizes, View, cdiv
 from dcnet.ops.fused.operands import Options, output_sizes
 
-_BLOCK, _BOX_WARPS = 128, 4  # of the box kernels
+# Of the box kernels: positions of a program, and its warps. In Triton's interpreter fewer programs are quicker.
+_BLOCK, _BOX_WARPS = 512 if triton.knobs.runtime.interpret else 128, 4
 _KERNEL_BLOCK = 1024  # elements of a kernel that are read at once; fitted to its size it makes more variants
 SHORT = 2**31 - 2**16  # what 32-bit indices reach
 Places = Mapping[str, Place | None]
