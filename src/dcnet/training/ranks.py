@@ -1,5 +1,7 @@
 """The processes that train together: one, or those that torchrun has started."""
 
+import atexit
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -76,6 +78,9 @@ def _join(backend: str) -> None:
 
     if not _met:
         _met.append(next(rendezvous("env://")))
+        # DistributedDataParallel, part of a reference cycle, keeps the group's threads alive after the group is left. A
+        # thread that lets a tensor go while the interpreter ends would abort the process.
+        atexit.register(gc.collect)
     store, rank, world = _met[0]
     dist.init_process_group(backend, store=PrefixStore(f"dcnet {next(_joined)}", store), rank=rank, world_size=world)
 
