@@ -632,8 +632,8 @@ MUTANTS = [
     Mutant(
         "fused: the last kernels of a grouped layer not normalized",
         "ops/fused/norm_plan.py",
-        "heads = cdiv(self.count, groups) if wanted else 0",
-        "heads = self.count // groups - 1 if wanted else 0",
+        "kernel_programs = cdiv(self.count, groups) if wanted else 0",
+        "kernel_programs = self.count // groups - 1 if wanted else 0",
         "test_fused.py",
     ),
     Mutant(

@@ -23,6 +23,7 @@ class _Tracer(fx.Tracer):
 
 
 def by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
+    """Record the model with torch.fx, and see what becomes of every convolution's result."""
     graph = _Tracer().trace(model)
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -54,9 +54,9 @@ class KernelPlan:
         self, kernel: Any, grid: tuple[int, int], arguments: Mapping[str, Any], wanted: bool = True
     ) -> Launcher:
         programs, groups = grid
-        heads = cdiv(self.count, groups) if wanted else 0
-        own = {"K": self.count, "heads": heads, "KERNEL_BLOCK": _KERNEL_BLOCK}
-        return Launcher(kernel, (heads + programs, groups), {**arguments, **own}, _BOX_WARPS)
+        kernel_programs = cdiv(self.count, groups) if wanted else 0
+        own = {"K": self.count, "kernel_programs": kernel_programs, "KERNEL_BLOCK": _KERNEL_BLOCK}
+        return Launcher(kernel, (kernel_programs + programs, groups), {**arguments, **own}, _BOX_WARPS)
 
 
 class NormPlan:

@@ -10,7 +10,7 @@ from dcnet.ops.fused.kernels.common import positions
 
 MAPS = tl.constexpr(2)  # that are read at once, so that their loads do not wait for each other
 # Numbers of which Triton need not know whether they are 1 or divisible by 16: fewer variants to compile
-_ANY = ("maps", "rows", "total", "heads", "means", "K", "IH", "IW", "OH", "OW", "PH", "PW")
+_ANY = ("maps", "rows", "total", "kernel_programs", "means", "K", "IH", "IW", "OH", "OW", "PH", "PW")
 
 
 @triton.jit
@@ -86,12 +86,12 @@ def normalize_backward(w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, D, B
 
 @triton.jit(do_not_specialize=[name for name in _ANY if name != "means"])
 def normalize_and_box(
-    w_ptr, unit_ptr, w_norm_ptr, n_ptr, q_ptr, sums_ptr, eps, D, unit_k, unit_i, K, heads, maps, rows, groups, total,
-    ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW,
+    w_ptr, unit_ptr, w_norm_ptr, n_ptr, q_ptr, sums_ptr, eps, D, unit_k, unit_i, K, kernel_programs, maps, rows,
+    groups, total, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
     KERNEL_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize the K kernels, in the first `heads` programs of each group, and compute patch norms in the others.
+    """Normalize the K kernels, in the first `kernel_programs` of each group, and compute patch norms in the others.
 
     The two have nothing to do with each other; together they are one launch.
 
@@ -100,15 +100,15 @@ def normalize_and_box(
     is for 64-bit indices. sums_ptr gets each program's sum of n, (groups, programs).
     """
     g = tl.program_id(1)
-    pid = tl.program_id(0) - heads
+    pid = tl.program_id(0) - kernel_programs
     if pid < 0:
         k = tl.program_id(0) * groups + g
         if k < K:
             normalize_kernel(k, w_ptr, unit_ptr, w_norm_ptr, eps, D, unit_k, unit_i, KERNEL_BLOCK)
     else:
         box(
-            pid, g, n_ptr, q_ptr, sums_ptr, eps, tl.num_programs(0) - heads, maps, rows, groups, total, ID, IH, IW,
-            OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW, KD, KH, KW, LONG, BLOCK,
+            pid, g, n_ptr, q_ptr, sums_ptr, eps, tl.num_programs(0) - kernel_programs, maps, rows, groups, total,
+            ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW, KD, KH, KW, LONG, BLOCK,
         )  # fmt: skip
 
 
@@ -143,8 +143,8 @@ def box(
 
 @triton.jit(do_not_specialize=_ANY)
 def normalize_and_box_backward(
-    w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, n_ptr, e_ptr, e_mean, t_ptr, D, K, heads, means, share, maps,
-    groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW,
+    w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, n_ptr, e_ptr, e_mean, t_ptr, D, K, kernel_programs, means,
+    share, maps, groups, total, rows, ID, IH, IW, OD, OH, OW, SD, SH, SW, PD, PH, PW, DD, DH, DW,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, LONG: tl.constexpr, BLOCK: tl.constexpr,
     KERNEL_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -157,10 +157,10 @@ def normalize_and_box_backward(
     E{‖x‖}, which is itself a sum of `means` numbers.
     """
     g = tl.program_id(1)
-    pid = tl.program_id(0) - heads
+    pid = tl.program_id(0) - kernel_programs
     if pid < 0:
         k = tl.program_id(0) * groups + g
-        if w_ptr is not None:
+        if w_ptr is not None:  # which the compiler decides, not the program
             if k < K:
                 normalize_kernel_backward(k, w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, D, KERNEL_BLOCK)
     else:
