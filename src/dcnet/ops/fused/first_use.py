@@ -8,13 +8,13 @@ import os
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dcnet.ops.fused.native import Launches
+from dcnet.ops.fused.native import Launches, compiled_launcher
 from dcnet.ops.fused.operands import BACKWARD, FORWARD, Effects, Operands, tracking, wanted_output
 from dcnet.ops.fused.plan import Plan
 from dcnet.util.compat import KernelCompilers
 
-_COUNTS = ("batches", "mean_batches")  # int64
 _MAPS = ("x", "residual", "unit", "dot", "out", "e", "grad_d", "behind", "grad_x", "grad_unit")  # with the dtype of x
 _KERNELS = ("weight", "grad_weight")
 COMPILERS = KernelCompilers(os.cpu_count() or 1)
@@ -25,6 +25,8 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
 
     A variant that is missed, or turns out not to be needed, costs time and nothing else.
     """
+    if not _compiles(t.x):
+        return
     track, _ = tracking(effects, plan.options)
     passes: list[tuple[tuple[str, ...], Launches]] = [
         (FORWARD, plan.ahead),
@@ -37,19 +39,32 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
         back = plan.backward(behind, o.leaves, plan.maps == 0, t.x.requires_grad, t.weight.requires_grad)
         passes += [(BACKWARD, plan.again), (BACKWARD, back.epilogue), (BACKWARD, back.ends)]
     kernels: list[Any] = []
+    given = _given(t, effects)
     with COMPILERS.collecting() as can:
         if can:
             for slots, launches in passes:
-                dtypes = [_dtype(name, t) for name in slots]
+                dtypes = [_dtype(name, given) for name in slots]
                 kernels += [launcher.warm_up(dtypes) for launcher in launches.launchers]
+    compiled_launcher()  # built while this thread has nothing else to do
     COMPILERS.wait_for(kernels[:ahead])
 
 
-def _dtype(name: str, t: Operands) -> torch.dtype:
+def _compiles(x: Tensor) -> bool:
+    """Tell whether kernels compile for the device of x; Triton's interpreter runs them as they are."""
+    return x.is_cuda
+
+
+def _given(t: Operands, effects: Effects) -> dict[str, Tensor]:
+    """Return the tensors of the call by slot, as far as they are there before it."""
+    tracked = effects.tracked
+    counts = {"batches": effects.batches, "mean_batches": None if tracked is None else tracked.num_batches_tracked}
+    return {name: tensor for name, tensor in (t._asdict() | counts).items() if tensor is not None}
+
+
+def _dtype(name: str, given: dict[str, Tensor]) -> torch.dtype:
     """Return the dtype of what will be in a slot of a call."""
-    given: torch.Tensor | None = getattr(t, name, None)
-    if given is not None:
-        return given.dtype
-    if name in _COUNTS:
+    if name in given:
+        return given[name].dtype
+    if name == "batches":
         return torch.int64
-    return t.x.dtype if name in _MAPS else t.weight.dtype if name in _KERNELS else torch.float32
+    return given["x"].dtype if name in _MAPS else given["weight"].dtype if name in _KERNELS else torch.float32

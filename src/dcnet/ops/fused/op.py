@@ -48,8 +48,7 @@ def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tup
     device, single = x.device, torch.float32
     if not plan.used:
         plan.used = True
-        if x.is_cuda:
-            compile_ahead(plan, t, effects, keep)
+        compile_ahead(plan, t, effects, keep)
     tracked, momentum, batches = effects
     running_norm = mean_batches = None
     track, mean_momentum = (0, 0.0) if recomputing() else tracking(effects, o)
