@@ -93,6 +93,7 @@ FUSED = [
         "launcher",
         "native",
         "once",
+        "graph_sums",
         "triton_math",
         "triton_math16",
         "kernels",

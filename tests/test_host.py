@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import OPERATORS
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dcnet
@@ -583,6 +584,33 @@ def test_operators_of_a_compiled_graph(native, name, grad):
     layers = {"separate": 0, "blocks": 2, "without BatchNorm": 2}.get(name, 1)
     assert after["forward"] - before["forward"] == 2 * layers
     assert after["backward"] - before["backward"] == 2 * layers
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_two_incoming_gradients_in_a_graph(native, residual, monkeypatch):
+    """Inductor lets `decoupled_backward` add them up."""
+    operator = torch.ops.dcnet.decoupled_backward.default
+    calls = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is operator:
+                calls.append(args)
+            return func(*args, **(kwargs or {}))
+
+    block, x = Block(conv(4, 8, 1), nn.BatchNorm2d(8)), image(2, 4, 5, 4, last=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    y = block(x, image(2, 8, 5, 4, last=True)) if residual else block(x)
+    with Look():
+        y.sum().backward()
+    ((e, _, *rest),) = calls
+    e = torch.randint_like(e, -8, 9)
+    part = torch.randint_like(e, -4, 5)
+    expected = operator(e, None, *rest)
+    before = native.counts()["backward"]
+    for _ in range(3):
+        assert_same_bits(operator(e - part, part, *rest), expected)
+    assert native.counts()["backward"] - before >= 2
 
 
 def test_a_graph_needs_no_dot_product_again(monkeypatch):

@@ -5,7 +5,7 @@ A release that drops one of them breaks this file and no other. Seen in torch 2.
 
 import ast
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
@@ -225,6 +225,16 @@ def kernel_launch_address() -> int:
     address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
     assert address is not None
     return address
+
+
+def rewrite_in_inductor(operator: Any, rewrite: Callable[[Any], None]) -> None:
+    """Let Inductor call `rewrite` for each call of an operator in a graph, after gradients were traced."""
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
+
+    register_graph_pattern(CallFunctionVarArgs(operator), pass_dict=pass_patterns[0])(
+        lambda match, *_, **__: rewrite(match.output_node())
+    )
 
 
 def without_annotations(function: Any) -> Any:

@@ -41,7 +41,8 @@ _SOURCES = ("launch.h", "cpp/plan.h", "cpp/passes.h", "cpp/node.h", "cpp/graph.h
 # The slots that cpp/plan.h numbers after the operands, in its order
 _FORWARD = ("batches", "running_norm", "mean_batches", "vectors", "unit", "norms", "scratch", "left", "dot", "out")
 _BACKWARD = (
-    *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
+    *("e", "e_more", "of_left", "out", "dot", "norms", "unit", "vectors"),
+    *("grad_d", "of_vectors", "behind", "scratch"),
     *("products", "grad_x", "grad_unit", "grad_weight"),
 )
 

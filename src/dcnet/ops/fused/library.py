@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
+from dcnet.ops.fused.graph_sums import rewrite_sums
 from dcnet.ops.fused.host import HOST, Host
 from dcnet.ops.fused.layout import channels_last_strides, energy_maps, on_device
 from dcnet.ops.fused.once import differentiable_once
@@ -127,12 +128,18 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(
-    e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any
+    e: Tensor,
+    e_more: Tensor | None,
+    of_left: Tensor | None,
+    out: Tensor | None,
+    want_x: bool,
+    want_weight: bool,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     with on_device(t.x):
         plan = plan_of(t, o, kept.dot)
-        gradients = backward(plan, e, of_left, t, kept, out, want_x, want_weight, add=False)
+        gradients = backward(plan, e, of_left, t, kept, out, want_x, want_weight, add=False, e_more=e_more)
         HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=True)
     single = {"products", "mean"}  # float32, whatever the dtype of the gradient
     found = zip(Gradients._fields, gradients, strict=True)
@@ -145,7 +152,13 @@ def _backward(
 
 
 def _backward_fake(
-    e: Tensor, of_left: Tensor | None, out: Tensor | None, want_x: bool, want_weight: bool, *arguments: Any
+    e: Tensor,
+    e_more: Tensor | None,
+    of_left: Tensor | None,
+    out: Tensor | None,
+    want_x: bool,
+    want_weight: bool,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     t, kept, o = Operands(*arguments[:TENSORS]), Kept(*arguments[TENSORS:-OPTIONS]), as_options(*arguments[-OPTIONS:])
     parts = mean_parts(t.weight.shape[0] // o.groups)
@@ -165,13 +178,18 @@ def _backward_fake(
 
 @differentiable_once
 def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    rewrite_sums()
     *saved, out = ctx.saved_tensors
     t, kept, o = Operands(*saved[:TENSORS]), Kept(*saved[TENSORS:]), as_options(*ctx.options)
+    if kept.unit is None:
+        kept = kept._replace(unit=_unit(t, vector_regions(t.weight.shape[0], o).view(kept.vectors, "w_norm")))
     e, out = arrived(e, of_left, out, kept.dot, o)
     if of_left is not None:
         of_left = of_left[:1]  # backward has expanded one map; this is a view of it
     wanted = ctx.needs_input_grad[:TENSORS]
-    gradients = Gradients(*torch.ops.dcnet.decoupled_backward(e, of_left, out, *wanted[:2], *saved, *ctx.options))
+    gradients = Gradients(
+        *torch.ops.dcnet.decoupled_backward(e, None, of_left, out, *wanted[:2], *t, *kept, *ctx.options)
+    )
     if out is None:
         gradients = gradients._replace(residual=None)
     if wanted[0] and ctx.maps == 0 and not is_depthwise(t.x, t.weight, o.groups):
@@ -183,6 +201,15 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
     return *operand_gradients(gradients, e, gradient_regions(t, o), t, o, wanted, ctx.maps), *[None] * rest
 
 
+def _unit(t: Operands, w_norm: Tensor) -> Tensor:
+    """Return the normalized kernels once more, as `normalize_kernel` writes them.
+
+    Kept from forward to backward, they would be the copy of all kernels that a plain network does without.
+    """
+    inverse = torch.where(w_norm > 0, 1 / w_norm, 0).view(-1, *[1] * (t.weight.dim() - 1))
+    return (t.weight.float() * inverse).to(t.x.dtype)
+
+
 class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -192,7 +219,10 @@ class _Traced(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept, *[] if o.leaves else [left])
         ctx.set_materialize_grads(False)
         ctx.maps = 0 if t.energy is None else t.energy.shape[0]
-        ctx.save_for_backward(*for_backward(t), *kept, wanted_output(out, t, o))
+        saved = Kept(*kept)
+        if not is_depthwise(t.x, t.weight, o.groups):  # those have the taps first
+            saved = saved._replace(unit=None)  # type: ignore[arg-type]
+        ctx.save_for_backward(*for_backward(t), *saved, wanted_output(out, t, o))
         return out, left, *kept
 
     backward = staticmethod(_gradients)
@@ -225,7 +255,7 @@ for _name in ("decoupled", "decoupled_forward"):
     _register(_name, f"{_OPERANDS}, {_EFFECTS}", 2 + KEPT, _forward, _forward_fake)
 _register(
     "decoupled_backward",
-    f"Tensor e, Tensor? of_left, Tensor? out, bool want_x, bool want_weight, {_OPERANDS}, {_KEPT}",
+    f"Tensor e, Tensor? e_more, Tensor? of_left, Tensor? out, bool want_x, bool want_weight, {_OPERANDS}, {_KEPT}",
     len(Gradients._fields),
     _backward,
     _backward_fake,
@@ -246,7 +276,16 @@ def _flops(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
 
 @register_flop_formula(torch.ops.dcnet.decoupled_backward)
 def _backward_flops(
-    e: Any, of_left: Any, out: Any, want_x: bool, want_weight: bool, x: Any, weight: Any, *_: Any, **__: Any
+    e: Any,
+    e_more: Any,
+    of_left: Any,
+    out: Any,
+    want_x: bool,
+    want_weight: bool,
+    x: Any,
+    weight: Any,
+    *_: Any,
+    **__: Any,
 ) -> int:
     def turned(shape: Any) -> list[int]:
         return [shape[1], shape[0], *shape[2:]]

@@ -131,6 +131,7 @@ def backward(
     want_x: bool,
     want_weight: bool,
     add: bool,
+    e_more: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of `forward`, given those of its output and of the output's energy.
 
@@ -146,13 +147,14 @@ def backward(
         add: whether to add the gradient of the norms to that of the convolution. Not where the layer before passed on
             the energy of x, since that layer adds it; nor in a compiled graph, which adds it in a pass with what
             comes next. The kernels of a depthwise layer compute both at once, and always add.
+        e_more: another gradient of the output, to be added to e.
     """
     o, x, weight = plan.options, t.x, t.weight
     dot, norms, unit, vectors = kept
     device, single = x.device, torch.float32
     add = add or not want_x or plan.depthwise
     COMPILERS.wait()
-    launchers = plan.backward(out is not None, of_left is not None, add, want_x, want_weight)
+    launchers = plan.backward(out is not None, of_left is not None, add, want_x, want_weight, e_more is not None)
     grad_d = torch.empty_like(dot)
     behind = None if out is None else torch.empty_like(dot)
     of_vectors = torch.empty(plan.of_vectors.size, dtype=single, device=device)
@@ -163,7 +165,8 @@ def backward(
         of_left = of_left[0].contiguous()  # the energy is the sum of the maps, so all have the same gradient
     read = (x, weight, t.bias, t.radius, t.mean_norm, t.learned, t.slope)
     results = (grad_d, of_vectors, behind, scratch, products, None, None, None, None, grad_weight)
-    memory = Memory((*read, plan.ordered(e), of_left, out, dot, norms, unit, vectors, *results))
+    incoming = (plan.ordered(e), None if e_more is None else plan.ordered(e_more), of_left)
+    memory = Memory((*read, *incoming, out, dot, norms, unit, vectors, *results))
     if plan.has_output:
         launchers.epilogue(memory)
     else:

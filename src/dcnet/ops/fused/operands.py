@@ -120,7 +120,8 @@ FORWARD = (
 )
 BACKWARD = (
     *READ_BY_BACKWARD,
-    *("e", "of_left", "out", "dot", "norms", "unit", "vectors", "grad_d", "of_vectors", "behind", "scratch"),
+    *("e", "e_more", "of_left", "out", "dot", "norms", "unit", "vectors"),
+    *("grad_d", "of_vectors", "behind", "scratch"),
     *("products", "of_mean", "of_w_norm", "grad_x", "grad_unit", "grad_weight"),
 )
 

@@ -185,19 +185,22 @@ class Plan:
             launchers.append(Launcher(statistics.count_batch, (1,), count))
         return Launches(*launchers)
 
-    def backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
+    def backward(
+        self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool, more: bool = False
+    ) -> Backward:
         """Return the launchers of the backward pass.
 
         behind: whether a residual was added whose gradient is not the incoming gradient itself. energy: whether the
-        output's energy has a gradient. add: whether to add the gradient of the norms to that of x.
+        output's energy has a gradient. add: whether to add the gradient of the norms to that of x. more: whether the
+        incoming gradient is the sum of two.
         """
-        key = (behind, energy, add, want_x, want_weight)
+        key = (behind, energy, add, want_x, want_weight, more)
         found = self._backwards.get(key)
         if found is None:
             found = self._backwards[key] = self._backward(*key)
         return found
 
-    def _backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool) -> Backward:
+    def _backward(self, behind: bool, energy: bool, add: bool, want_x: bool, want_weight: bool, more: bool) -> Backward:
         o, at, tiles = self.options, places_of(BACKWARD), self.tiles
 
         def scratch(name: str) -> Place:
@@ -207,6 +210,7 @@ class Plan:
             "d_ptr": at["dot"],
             "n_ptr": at["norms"],
             "e_ptr": at["e"],
+            "e_more": at["e_more"] if more else None,
             "e_energy": at["of_left"] if energy else None,
             **dict.fromkeys(("out_ptr", "grad_d", "grad_residual")),
             **self._vectors(BACKWARD),
@@ -226,7 +230,7 @@ class Plan:
             reduction = arguments | out | reduces
             epilogue.append(tiles.launcher(backward_kernel, reduction, tiles.reduction, tiles.reduction))
             if behind:
-                arguments |= {"e_ptr": at["behind"], "ACTIVATION": 0, "e_energy": None}
+                arguments |= {"e_ptr": at["behind"], "e_more": None, "ACTIVATION": 0, "e_energy": None}
         centered = {"CENTERED": o.follows == STATISTICS, "grad_d": at["grad_d"]}
         gradients: dict[str, Any] = {"sums": scratch("sums"), "REDUCE": False, "SUMS": tiles.rows}
         gradients |= arguments | centered

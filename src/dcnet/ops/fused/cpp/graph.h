@@ -17,7 +17,7 @@ using Values = at::ArrayRef<c10::IValue>;
 inline std::unordered_map<std::string, std::shared_ptr<Plan>> graph_plans;
 
 constexpr size_t EFFECTS = 7, OPTIONS = 3;  // how many arguments; library.py spells them
-constexpr size_t BEFORE = 5;  // the arguments of backward before the operands
+constexpr size_t BEFORE = 6;  // the arguments of backward before the operands
 
 // Add what a plan depends on besides its options: the sizes and memory orders of x and the weight; the number of maps
 // that hold the energy; dtypes and devices.
@@ -139,13 +139,15 @@ void forward_in_graph(const c10::OperatorHandle&, Stack* stack) {
 inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   constexpr size_t kept = size_t{VECTORS} + 1, count = BEFORE + OPERANDS + kept + OPTIONS;
   auto values = torch::jit::last(*stack, count);
-  Tensor e, of_left;
+  Tensor e, e_more, of_left;
   SavedTensors saved;
   Operands t;
-  bool usual = read(values[0], e, true) && read(values[1], of_left, true) && read(values[2], saved[OUT], true);
+  bool usual = read(values[0], e, true) && read(values[1], e_more, true) && read(values[2], of_left, true);
+  usual = read(values[3], saved[OUT], true) && usual;
   BackwardKey key;
-  key.want_x = values[3].toBool();
-  key.want_weight = values[4].toBool();
+  key.more = e_more.defined();
+  key.want_x = values[4].toBool();
+  key.want_weight = values[5].toBool();
   usual = read(values.slice(BEFORE, OPERANDS), t) && usual;
   for (size_t i = 0; i < kept; i++) usual = read(values[BEFORE + OPERANDS + i], saved[i], true) && usual;
   key.behind = saved[OUT].defined();
@@ -164,7 +166,7 @@ inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   c10::OptionalDeviceGuard device(at::device_of(t[X]));
   for (size_t i = 0; i < OPERANDS; i++) saved[saved_as(static_cast<Operand>(i))] = t[i];
   const auto floats = saved[VECTORS].options(), maps = e.options();
-  Gradients found = gradients(*plan, *kernels, key, e, of_left, saved, /*keep_e=*/false);
+  Gradients found = gradients(*plan, *kernels, key, e, e_more, of_left, saved, /*keep_e=*/false);
   if (found.mean.defined()) found.mean = found.mean.clone();  // it is a part of a large buffer
   auto there = [](const Tensor& gradient, const at::TensorOptions& options) {  // operators return no None
     return gradient.defined() ? gradient : at::empty({0}, options);

@@ -51,6 +51,7 @@ struct DecoupledBackward : torch::autograd::Node {
     BackwardKey key;
     key.energy = of_left.defined();
     key.behind = tensors[OUT].defined() && (plan->activates || key.energy);
+    key.more = false;  // autograd has added them
     key.again = plan->depthwise;
     key.want_x = wanted[X];
     key.want_weight = wanted[WEIGHT];

@@ -136,8 +136,8 @@ struct Gradients {
 // The incoming gradient and the dot product are let go before the convolution's backward pass needs memory, as a plain
 // network does between one node and the next. keep_e: the residual's gradient is the incoming one.
 inline Gradients gradients(
-    const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor of_left, SavedTensors& saved,
-    bool keep_e) {
+    const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor e_more, Tensor of_left,
+    SavedTensors& saved, bool keep_e) {
   BelowAutograd guard;
   const Tensor &x = saved[saved_as(X)], &weight = saved[saved_as(WEIGHT)];
   Tensor dot = std::move(saved[DOT]), norms = saved[NORMS];
@@ -151,6 +151,7 @@ inline Gradients gradients(
   Memory memory(given->backward_slots, x);
   for (size_t i = 0; i < READ_BY_BACKWARD.size(); i++) memory.put(i, saved[saved_as(READ_BY_BACKWARD[i])]);
   memory.put(B_E, e.defined() ? ordered(e, plan.out_stride) : at::zeros_like(dot));
+  if (key.more) memory.put(B_E_MORE, ordered(e_more, plan.out_stride));
   memory.put(B_OF_LEFT, of_left);
   if (key.behind) memory.put(B_OUT, saved[OUT]);
   memory.put(B_DOT, dot);
@@ -165,8 +166,8 @@ inline Gradients gradients(
   const Tensor grad_weight = key.want_weight ? memory.put(B_GRAD_WEIGHT, at::empty_like(weight)) : Tensor();
   if (key.again) memory.run(kernels.again);
   memory.run(kernels.epilogue);
-  for (auto name : {B_E, B_OF_LEFT, B_OUT, B_DOT}) memory.drop(name);
-  dot = of_left = saved[OUT] = Tensor();
+  for (auto name : {B_E, B_E_MORE, B_OF_LEFT, B_OUT, B_DOT}) memory.drop(name);
+  dot = e_more = of_left = saved[OUT] = Tensor();
   if (!keep_e) e = Tensor();
 
   auto [grad_x, grad_unit, _] = at::convolution_backward(
@@ -186,7 +187,8 @@ inline std::vector<Tensor> backward(
     const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor of_left, SavedTensors& saved,
     const std::array<bool, OPERANDS>& wanted) {
   const bool keep_e = wanted[RESIDUAL] && !key.behind;
-  const Gradients found = dcnet::gradients(plan, kernels, key, std::move(e), std::move(of_left), saved, keep_e);
+  const Gradients found =
+      dcnet::gradients(plan, kernels, key, std::move(e), Tensor(), std::move(of_left), saved, keep_e);
   BelowAutograd guard;
   std::vector<Tensor> gradients(OPERANDS);
   for (auto name : {BIAS, RADIUS, LEARNED, GAMMA, BETA, SLOPE}) {

@@ -83,8 +83,8 @@ enum ForwardSlot {
   F_BATCHES = OPERANDS, F_RUNNING_NORM, F_MEAN_BATCHES, F_VECTORS, F_UNIT, F_NORMS, F_SCRATCH, F_LEFT, F_DOT, F_OUT
 };
 enum BackwardSlot {
-  B_E = READ_BY_BACKWARD.size(), B_OF_LEFT, B_OUT, B_DOT, B_NORMS, B_UNIT, B_VECTORS, B_GRAD_D, B_OF_VECTORS, B_BEHIND,
-  B_SCRATCH, B_PRODUCTS, B_GRAD_X, B_GRAD_UNIT, B_GRAD_WEIGHT
+  B_E = READ_BY_BACKWARD.size(), B_E_MORE, B_OF_LEFT, B_OUT, B_DOT, B_NORMS, B_UNIT, B_VECTORS, B_GRAD_D, B_OF_VECTORS,
+  B_BEHIND, B_SCRATCH, B_PRODUCTS, B_GRAD_X, B_GRAD_UNIT, B_GRAD_WEIGHT
 };
 
 // Kernels that run one after the other: `Launches` of native.py. Packed, or a Python function that takes the tensors by
@@ -115,8 +115,10 @@ struct Region {
 // Which of the launchers of a backward pass: the arguments of plan.py's `Plan.backward`, and whether the dot product
 // and the norms are computed again.
 struct BackwardKey {
-  bool behind, energy, add, want_x, want_weight, again;
-  size_t number() const { return behind + 2 * energy + 4 * add + 8 * want_x + 16 * want_weight + 32 * again; }
+  bool behind, energy, add, want_x, want_weight, more, again;
+  size_t number() const {
+    return behind + 2 * energy + 4 * add + 8 * want_x + 16 * want_weight + 32 * more + 64 * again;
+  }
 };
 
 class Plan {
@@ -153,7 +155,7 @@ class Plan {
     if (found != nullptr) return found;
     py::gil_scoped_acquire gil;
     py::object made = call(
-        given->backward, plan_.get(), key.again, key.behind, key.energy, key.add, key.want_x, key.want_weight);
+        given->backward, plan_.get(), key.again, key.behind, key.energy, key.add, key.want_x, key.want_weight, key.more);
     if (made.is_none()) return nullptr;
     auto parts = made.cast<py::tuple>();
     auto fresh = std::make_unique<Backward>(
@@ -192,7 +194,7 @@ class Plan {
 
   Held plan_, options_;  // the options' address is a part of the key that plans are found by
   std::array<std::unique_ptr<Kernels>, 6> epilogues_;
-  std::array<std::atomic<const Backward*>, 64> backwards_{};
+  std::array<std::atomic<const Backward*>, 128> backwards_{};
 };
 
 }  // namespace dcnet

@@ -21,8 +21,8 @@ from dcnet.ops.fused.kernels.statistics import normalization_gradient
 
 @triton.jit(do_not_specialize=["units", "norm_parts"])  # fewer variants to compile; UNIT says what counts
 def backward(
-    d_ptr, n_ptr, e_ptr, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain, mean,
-    norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P, norm_parts,
+    d_ptr, n_ptr, e_ptr, e_more, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain,
+    mean, norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P, norm_parts,
     H: tl.constexpr, H_FIXED: tl.constexpr, H_ROWS: tl.constexpr, H_SLOPES: tl.constexpr, G: tl.constexpr,
     G_FIXED: tl.constexpr, G_ROWS: tl.constexpr, A: tl.constexpr, G_SLOPES: tl.constexpr, RADIUS: tl.constexpr,
     FLOOR: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, EVEN: tl.constexpr,
@@ -35,9 +35,10 @@ def backward(
     With REDUCE it also writes the gradient of the residual.
 
     `norm` is given where BatchNorm follows; CENTERED: with this batch's statistics, which have a gradient themselves.
-    e_energy is the gradient of the output's energy, ½·Σ of its squares; times the output it adds to the gradient of the
-    output. out_ptr is given where a residual was added. RECOVERS: d_ptr holds the output, a ReLU's, instead of the dot
-    product; where it is 0 no gradient passes, elsewhere cos θ follows from it.
+    e_more is added to the incoming gradient, e_ptr. e_energy is the gradient of the output's energy, ½·Σ of its
+    squares; times the output it adds to the gradient of the output. out_ptr is given where a residual was added.
+    RECOVERS: d_ptr holds the output, a ReLU's, instead of the dot product; where it is 0 no gradient passes, elsewhere
+    cos θ follows from it.
 
     There are SUMS rows of sums, in this order, without those not wanted: factor, gain, radius, bias, and the learned
     parameters, whose slopes are results number H_SLOPES and G_SLOPES of the formulas. With REDUCE the rows are e,
@@ -87,6 +88,8 @@ def backward(
         n = norms_at(n_ptr, at_n, in_p, first + offsets, inside, DEPTHWISE)
         d = tl.load(d_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
         e = tl.load(e_ptr + first + offsets, mask=inside, other=0.0).to(tl.float32)
+        if e_more is not None:
+            e += tl.load(e_more + first + offsets, mask=inside, other=0.0).to(tl.float32)
         one_over_n = tl.where(n > 0.0, 1.0 / n, 0.0)
         of_h = magnitude(H, n * t, rho, h_values, RADIUS)
         if RECOVERS:

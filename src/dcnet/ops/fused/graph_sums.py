@@ -1,0 +1,54 @@
+"""In graphs that Inductor compiles, let `decoupled_backward` add up two incoming gradients itself.
+
+Where the output of a layer is read twice, as in a residual network, its gradient is the sum of two maps. Inductor fuses
+an addition with the code before or after it, but not with kernels that it did not write: a sum between two of our
+operators would be a pass of its own over three maps. Here it costs one more read.
+"""
+
+import operator
+import sys
+from functools import cache
+
+import torch
+from torch.fx import Node
+
+from dcnet.util.compat import rewrite_in_inductor
+
+
+def rewrite_sums() -> None:
+    """Rewrite the graphs that are compiled from now on, if Inductor is what compiles them."""
+    if "torch._inductor.compile_fx" in sys.modules:  # to import it takes seconds
+        _rewrite_sums()
+
+
+@cache
+def _rewrite_sums() -> None:
+    rewrite_in_inductor(torch.ops.dcnet.decoupled_backward.default, take_sum)
+
+
+def take_sum(node: Node) -> None:
+    """Give a call of `decoupled_backward` the two summands of its incoming gradient in place of their sum."""
+    total, more, *rest = node.args
+    if more is not None or not isinstance(total, Node) or not _is_plain_sum(total):
+        return
+    if not all(_written_by_kernels(part, total) for part in total.args):
+        return  # Inductor computes the sum together with a summand
+    node.args = (*total.args, *rest)
+    total.graph.erase_node(total)
+
+
+def _is_plain_sum(node: Node) -> bool:
+    """Tell whether a node adds two maps, and nothing else reads the sum."""
+    return node.target is torch.ops.aten.add.Tensor and not node.kwargs and len(node.users) == 1
+
+
+def _written_by_kernels(part: object, total: Node) -> bool:
+    """Tell whether a summand is a result of kernels that Inductor did not write, and as large as the sum."""
+    if not isinstance(part, Node) or part.target is not operator.getitem:
+        return False
+    source = part.args[0]
+    kernels = (torch.ops.dcnet.decoupled_backward.default, torch.ops.aten.convolution_backward.default)
+    if not isinstance(source, Node) or source.target not in kernels:
+        return False
+    there, wanted = part.meta["val"], total.meta["val"]
+    return there.shape == wanted.shape and there.dtype == wanted.dtype
