@@ -11,6 +11,8 @@ from torch.nn.modules.module import register_module_forward_hook
 import dcnet
 from dcnet.layers import fuse_, unfuse_
 from dcnet.layers.fusion import Following
+from dcnet.models.external import External
+from dcnet.models.parts import Normalize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -182,10 +184,24 @@ def test_a_model_that_cannot_be_traced():
             return self.bn(self.conv(x if x.sum() > 0 else -x))
 
     net = Looks()
-    dcnet.decouple_(net)
+    report = dcnet.decouple_(net)
+    assert f"note: none does the work of a BatchNorm behind it: {report.fused.left['conv']}" in str(report)
     unfuse_(net)
     assert "give an example_input" in fuse_(net).left["conv"]
     assert fuse_(net, torch.randn(2, 6, 8, 8)).fused == {"conv": ["bn"]}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_networks_that_recipes_name(channels):
+    """What `--model timm:…` wraps a network in does not hide it from torch.fx."""
+    net = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+    model = External(net, 3, Normalize())
+    reference = copy.deepcopy(model)
+    assert dcnet.decouple_(model).fused.fused == {"net.0": ["net.1", "net.2"]}
+    dcnet.decouple_(reference, fuse=False)
+    x = torch.rand(2, channels, 8, 8)
+    torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(x), model(x.expand(-1, 3, -1, -1)))
 
 
 def test_hooks_see_what_they_would():

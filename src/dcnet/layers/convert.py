@@ -155,6 +155,8 @@ def decouple_(
             report.notes.append(
                 f"{count} of {of} do the work of the BatchNorm behind them too; dcnet.unfuse_ takes that back"
             )
+        if report.fused.unseen:
+            report.notes.append(f"none does the work of a BatchNorm behind it: {report.fused.unseen}")
     return report
 
 

@@ -31,10 +31,12 @@ class FuseReport:
     """What `fuse_` did.
 
     `fused` has the modules whose work each convolution does now, `left` the reasons why other convolutions do not.
+    `unseen` says why nothing could be fused without an example_input; it is empty where that was not the reason.
     """
 
     fused: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    unseen: str = ""
 
     def __str__(self) -> str:
         lines = [f"{len(self.fused)} fused, {len(self.left)} left"]
@@ -73,29 +75,29 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     places, counts = _places(model)
     inside = {name + ".conv" * bool(name) for name, module in model.named_modules() if isinstance(module, Block)}
     inside |= {"conv"} if isinstance(model, Block) else set()
-    wanted = {name: layer for name, layer in names.items() if name not in inside}
+    wanted = {name: layer for name, layer in names.items() if name and name not in inside}
     report.left |= {name: "part of a Block already" for name in names if name in inside}
+    if "" in names:
+        report.left[""] = "the model itself"
     if not wanted:
         return report
     watched = [name for name, module in model.named_modules() if module._modules and name and _has_hooks(module)]
     if watched and example_input is None:
         why = f"{watched[0]} has hooks, which torch.fx would call with stand-ins for tensors; give an example_input"
-        report.left |= dict.fromkeys(wanted, why)
-        return report
+        return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
     try:
         chains, calls = by_running(model, example_input) if example_input is not None else by_tracing(model)
     except Exception as error:
         if example_input is not None:
             raise
         why = f"torch.fx cannot trace this model ({type(error).__name__}); give an example_input"
-        report.left |= dict.fromkeys(wanted, why)
-        return report
+        return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in wanted:
         norm, activation, reason = _checked(chains.get(name, []), modules, counts, calls)
         followers = [one for one in (norm, activation) if one is not None]
-        if not followers or name not in places:
-            report.left[name] = reason if name in places else "the model itself"
+        if not followers:
+            report.left[name] = reason
             continue
         crossed = tuple(modules[one] for one in _crossed([name, *followers]))
         fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""), crossed)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from dcnet.models.parts import Normalize
 from dcnet.util.suggest import nearest
@@ -32,9 +32,12 @@ class External(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (N, classes) of images (N, C, H, W) in [0, 1]."""
-        if x.shape[1] == 1 and self.channels > 1:
-            x = x.expand(-1, self.channels, -1, -1)
-        return self.net(self.normalize(x))  # type: ignore[no-any-return]
+        return self.net(self.normalize(_with_channels(x, self.channels)))  # type: ignore[no-any-return]
+
+
+@fx.wrap  # torch.fx cannot follow a question about a shape, and `fuse_` would find nothing in such a network
+def _with_channels(x: Tensor, channels: int) -> Tensor:
+    return x.expand(-1, channels, -1, -1) if x.shape[1] == 1 else x
 
 
 def is_external(name: str) -> bool:
