@@ -1,8 +1,12 @@
 """The benchmark: what it measures, what it writes, and the table made of it."""
 
 import csv
+import importlib
+import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,7 +170,7 @@ def test_pages_have_the_records_table(page, brief):
     chosen = [row for row in rows if not brief or row["what"] == "network"]
     assert render(chosen, brief) in (root / page).read_text()
     if brief:
-        assert render(chosen, brief).count("\n| resnet32") + render(chosen, brief).count("\n| cnn9") == len(BRIEF) == 10
+        assert render(chosen, brief).count("\n| resnet32") == len(BRIEF) == 5
 
 
 def small_network(num_classes=10):
@@ -189,32 +193,59 @@ def test_models_of_others(tmp_path, monkeypatch):
     assert "--what models" in " ".join(wrong.output.split())
 
 
-def test_the_readmes_networks():
-    """The table of networks in the README is made of the last commit's records of each network."""
+def test_the_readmes_networks(monkeypatch):
+    """Made by `python benchmarks/networks.py benchmarks/results/h200_models.jsonl README.md`."""
     root = Path(__file__).parent.parent
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    networks = importlib.import_module("networks")
     lines = (root / "benchmarks" / "results" / "h200_models.jsonl").read_text().splitlines()
-    rounds, commits = {}, {}
-    for record in map(json.loads, lines):
-        if record.get("host_code") == "C++" and not record["mode"].startswith("first step"):
-            mode = "" if record["mode"] == "eager" else f", {record['mode']}"
-            name = record["model"], f"{record['batch']}{mode}"
-            if commits.setdefault(name, record["commit"]) != record["commit"]:
-                commits[name] = record["commit"]
-                rounds.pop(name)
-            pair = rounds.setdefault(name, {}).setdefault(record["round"], {})
-            pair["plain" if record["kind"] == "plain" else "ours"] = record
-
-    def span(numbers, digits=2):
-        low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
-        return low if low == high else f"{low}–{high}"
-
-    expected = {
-        f"| {model.replace(':', ' ')}, {batch} | {span([p['plain']['ms'] for p in pairs.values()], 1)} "
-        f"| {span([p['ours']['ms'] / p['plain']['ms'] for p in pairs.values()])} "
-        f"| {span([p['ours']['MB'] / p['plain']['MB'] for p in pairs.values()])} |"
-        for (model, batch), pairs in rounds.items()
-    }
+    table = networks.table(lines)
+    assert len(table.splitlines()) == 2 + len(networks.NETWORKS)
     readme = (root / "README.md").read_text(encoding="utf-8")
-    table = readme.split("<!-- networks: begin -->")[1].split("<!-- networks: end -->")[0].strip().splitlines()
-    assert len(expected) == 14
-    assert set(table[2:]) == expected, "\n".join(sorted(expected))
+    assert readme.split(networks.BEGIN)[1].split(networks.END)[0].strip() == table
+    # of a row, the records of its last commit
+    row = dict(zip(("model", "batch", "mode"), networks.NETWORKS[0], strict=True)) | {"host_code": "C++"}
+    newer = [
+        json.dumps(row | {"round": n, "kind": kind, "commit": "new", "ms": ms, "MB": 8})
+        for n, plain, ours in ((0, 10, 11), (1, 20, 24))
+        for kind, ms in (("plain", plain), ("decoupled", ours))
+    ]
+    assert f"| {networks.NETWORKS[0].title} | 10.0–20.0 | 1.10–1.20 | 1.00 |" in networks.table([*lines, *newer])
+
+
+def test_networks_are_measured_in_turn(monkeypatch, tmp_path, capsys):
+    """benchmarks/networks_gpu.py, in small: one network in this process, and processes that fail or are slow."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    script, network = importlib.import_module("networks_gpu"), importlib.import_module("networks").Network
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    small, lines = network("cnn9_narrow", 2), []
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
+    flags = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+    try:
+        script.measure(small, 2, 1, lines.append)
+    finally:
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = flags
+    assert lines.pop(0) == "ready"
+    records = [json.loads(line) for line in lines]
+    assert [(r["kind"], r["round"]) for r in records] == [(k, n) for n in (0, 1) for k in ("plain", "decoupled")]
+    assert all(r["ms"] > 0 and (r["model"], r["batch"], r["mode"]) == tuple(small) for r in records)
+
+    programs = {
+        "works": f"print('ready', flush=True); input(); print({lines[0]!r})",
+        "fails": "raise SystemExit(3)",
+        "fails later": "print('ready', flush=True); input(); raise SystemExit(3)",
+        "slow": "import time; time.sleep(60)",
+    }
+
+    def start(_, title, *arguments, **environment):
+        command = [sys.executable, "-c", programs[title.split(",")[0]]]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(script, "_start", start)
+    out = tmp_path / "records.jsonl"
+    assert script.measure_together([network("works", 1)], out, [], 1)
+    assert not script.measure_together([network(name, 1) for name in programs], out, [], 0.05)
+    assert not script.measure_together([network("fails later", 1)], out, [], 1)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [records[0]] * 2
+    assert "slow, 1: failed, or not ready in 0.05 minutes" in capsys.readouterr().err

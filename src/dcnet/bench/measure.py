@@ -35,7 +35,7 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
     results: list[Measures] = []
     runs = []
     for case in cases:
-        run = (_layer if case.what == "layer" else _network)(case, device)
+        run = (_layer if case.what == "layer" else network_run)(case, device)
         start = time.perf_counter()
         run()
         _wait(device)
@@ -60,7 +60,8 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int) -> list[M
     return results
 
 
-def _network(case: Case, device: torch.device) -> Callable[[], Any]:
+def network_run(case: Case, device: torch.device) -> Callable[[], Any]:
+    """Return what runs a network once: a training step, or inference."""
     torch.manual_seed(0)
     size = 32
     if case.what == "model":

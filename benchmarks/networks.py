@@ -1,0 +1,96 @@
+"""The networks whose price the README names, and its table, made of the records: networks.py RECORDS PAGE."""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dcnet.bench.cases import Case
+from dcnet.bench.table import render_into
+
+BEGIN, END = "<!-- networks: begin -->", "<!-- networks: end -->"
+KINDS = {"plain": ("", "plain"), "decoupled": ("tanh + cosine", "ours")}  # operator and provider of a case
+FIRST = "first step, no kernel compiled before"
+
+
+class Network(NamedTuple):
+    """A row of the table."""
+
+    model: str
+    batch: int
+    mode: str = "eager"
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.replace(':', ' ')}, {self.batch}" + ("" if self.mode == "eager" else f", {self.mode}")
+
+    def case(self, kind: str) -> Case:
+        operator, provider = KINDS[kind]
+        external = ":" in self.model
+        return Case(
+            what="model" if external else "network",
+            name=f"{self.model}@224" if external else self.model,
+            mode="inference" if "inference" in self.mode else "training step",
+            batch=self.batch,
+            dtype="bfloat16",
+            layout="channels_last",
+            operator=operator,
+            provider=provider + (" compiled" if self.mode.startswith("torch.compile") else ""),
+        )
+
+
+NETWORKS = (
+    Network("timm:resnet50", 128),
+    Network("timm:resnet18", 128),
+    Network("timm:convnext_tiny", 64),
+    Network("timm:mobilenetv3_large_100", 128),
+    Network("timm:efficientnet_b0", 64),
+    Network("resnet32", 512),
+    Network("resnet32", 128),
+    Network("resnet32", 32),
+    Network("cnn9", 128),
+    Network("cnn9_narrow", 128),
+    Network("resnet32", 512, "torch.compile"),
+    Network("resnet32", 128, "torch.compile"),
+    Network("timm:resnet50", 128, "torch.compile"),
+    Network("resnet32", 512, "torch.compile, inference"),
+)
+FIRST_STEP = Network("cnn9_narrow", 128, FIRST)
+
+
+def table(lines: Iterable[str]) -> str:
+    """Return the README's table: of each network the records of the last commit, plain and decoupled in a round."""
+    rounds: dict[Network, dict[int, dict[str, dict[str, Any]]]] = {}
+    commits: dict[Network, str] = {}
+    for record in map(json.loads, lines):
+        network = Network(record["model"], record["batch"], record["mode"])
+        if network not in NETWORKS or record.get("host_code") != "C++":
+            continue
+        if commits.setdefault(network, record["commit"]) != record["commit"]:
+            commits[network] = record["commit"]
+            rounds.pop(network)
+        kind = "plain" if record["kind"] == "plain" else "decoupled"
+        rounds.setdefault(network, {}).setdefault(record["round"], {})[kind] = record
+    rows = ["| network, batch | plain, ms | time | memory |", "|---|---|---|---|"]
+    for network in NETWORKS:
+        pairs = list(rounds.get(network, {}).values())
+        if pairs:
+            plain = _span([pair["plain"]["ms"] for pair in pairs], 1)
+            ratios = [_span(list(_ratios(pairs, name)), 2) for name in ("ms", "MB")]
+            rows.append(f"| {network.title} | {plain} | {' | '.join(ratios)} |")
+    return "\n".join(rows)
+
+
+def _ratios(pairs: Iterable[dict[str, dict[str, Any]]], name: str) -> Iterator[float]:
+    return (pair["decoupled"][name] / pair["plain"][name] for pair in pairs)
+
+
+def _span(numbers: list[float], digits: int) -> str:
+    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
+    return low if low == high else f"{low}–{high}"
+
+
+if __name__ == "__main__":
+    records, page = map(Path, sys.argv[1:])
+    render_into(page, table(records.read_text(encoding="utf-8").splitlines()), BEGIN, END)
