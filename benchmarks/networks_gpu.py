@@ -204,7 +204,7 @@ def main() -> None:
         "--together", type=int, default=4, help="networks that are prepared side by side; memory limits it"
     )
     parser.add_argument("--minutes", type=float, default=10, help="for that; what is not ready then is left out")
-    parser.add_argument("--cpu", action="store_true", help="measure on a CPU if there is no GPU; slow, and no figure for anybody")
+    parser.add_argument("--cpu", action="store_true", help="try it without a GPU")
     parser.add_argument("--network", help=argparse.SUPPRESS)
     parser.add_argument("--first-step", help=argparse.SUPPRESS)
     given = parser.parse_args()

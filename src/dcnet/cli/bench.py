@@ -34,7 +34,7 @@ def bench(
     render: Annotated[
         bool, typer.Option("--render", help="Measure nothing: only make the table of what is there.")
     ] = False,
-    brief: Annotated[bool, typer.Option("--brief", help="In the table only operators in one network, as in the README.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Only the rows of the README.")] = False,
     into: Annotated[Path | None, typer.Option(help="Put the table into this file, between its marks.")] = None,
 ) -> None:
     """Measure what decoupling costs, as a ratio to the plain network in the same run."""
