@@ -216,6 +216,23 @@ def test_agreement_with_foolbox(trained):
         assert float(sizes.median()) == pytest.approx(float(other.median()), rel=0.05)
 
 
+def test_autoattack_does_not_suspect_a_new_network(monkeypatch):
+    """It warns of a dynamic defense where a forward pass calls functions named grad or backward."""
+    checks = pytest.importorskip("pyautoattack.checks", reason="AutoAttack is not installed")
+    model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8, magnitude="seg")
+    found = type("Log", (), {"messages": [], "warning": lambda self, text: self.messages.append(text)})()
+
+    def evaluate(self, images, labels, batch_size):
+        checks.check_dynamic(self.model, images[:batch_size], logger=found)
+        return images, labels
+
+    monkeypatch.setattr("pyautoattack.AutoAttack.run_standard_evaluation", evaluate)
+    monkeypatch.setattr(checks, "funcs", dict.fromkeys(checks.funcs, 0))
+    images = torch.rand(3, 1, 8, 8)
+    robustness.auto(model.eval(), images, torch.zeros(3, dtype=torch.long), EPS)
+    assert not found.messages
+
+
 @pytest.mark.slow
 def test_autoattack_finds_little_more(trained):
     pytest.importorskip("pyautoattack", reason="AutoAttack is not installed")

@@ -322,7 +322,7 @@ def test_an_attacked_table(tmp_path):
     assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
     attacked = records[2]
     assert attacked["recipe"]["magnitude"] == "tanh"
-    assert (attacked["from"], attacked["images"]) == ("black-box-natural-baseline-digits-smoke-float32-seed-1", 355)
+    assert (attacked["from"], attacked["images"]) == ("black-box-natural-baseline-digits-smoke-float32-seed-1", 32)
     assert set(attacked["attacks"]) == {"fgsm", "bim"}
     (kept,) = dcnet.Run(tmp_path / attacked["run"]).attacks
     assert kept["transfer"]
@@ -340,6 +340,16 @@ def test_an_attacked_table(tmp_path):
     assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
     clean = call("table", "black-box", *arguments, "--match", "Natural: no attack, TanhConv", "--list")
     assert "done     Natural: no attack, TanhConv, seed 0" in clean.output
+
+
+def test_an_attack_on_the_last_network(tmp_path):
+    """Its own training ends while nothing else is ready: the attack follows, on a few images."""
+    arguments = ["--data", "digits", "--device", "cpu", "--runs", str(tmp_path)]
+    done = call("table", "white-box", *arguments, "--match", "Natural: FGSM, predicted labels, TanhConv")
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [record.get("setup") for record in records] == [None, "predicted labels"]
+    assert records[1]["images"] == 32
 
 
 # -- ledger and pages --------------------------------------------------------------------------------------------------

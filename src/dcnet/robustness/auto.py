@@ -31,6 +31,8 @@ def auto(
     attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
     found: Tensor
     with torch.enable_grad():
+        # A layer's first call prepares its backward pass, which AutoAttack takes for a defense that uses gradients
+        model(images[:batch])
         found, _ = attack.run_standard_evaluation(images, labels, batch_size=batch)
     with torch.no_grad():
         for some in found.split(batch):

@@ -73,7 +73,10 @@ def _white_box() -> Table:
             cells += _cells(training, PREDICTED, {}, ", predicted labels") + _cells(
                 training, OF_THE_BATCH, {}, ", predicted labels, E of the batch"
             )
-    note = "ε = 8/255, all test images, true labels and running averages where nothing else is said."
+    note = (
+        "ε = 8/255, all test images (the first 32 under the smoke schedule), "
+        "true labels and running averages where nothing else is said."
+    )
     return Table(
         "white-box",
         "White-box attacks, CNN-9 without BatchNorm on CIFAR-10",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dcnet.tables.ledger import Entry, Ledger, identity
-from dcnet.tables.table import Cell, Setup, Table
+from dcnet.tables.table import SMOKE_IMAGES, Cell, Setup, Table
 from dcnet.training import Recipe, Run
 
 
@@ -20,6 +20,7 @@ class Task:
     paper: Any = None
     setup: Setup | None = None
     source: Path | None = None  # the run folder of the network that adversarial images are made on
+    images: int | None = None  # that are attacked; None for all of them
 
     @property
     def ended(self) -> Run | None:
@@ -102,7 +103,8 @@ def plan(
                 continue
             made_on = table.source(setup, recipe)
             source = None if made_on is None else network(made_on, setup.name.removeprefix("from "), None, True)
-            task = Task(f"{folder.name}: {setup.name}", recipe, folder, None, setup, source)
+            images = SMOKE_IMAGES if schedule == "smoke" else None
+            task = Task(f"{folder.name}: {setup.name}", recipe, folder, None, setup, source, images)
             if task not in found.missing:
                 found.missing.append(task)
     found.missing.sort(key=lambda task: task.setup is not None)  # networks first; the order is otherwise kept

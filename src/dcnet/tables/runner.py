@@ -71,7 +71,8 @@ class Runner:
                         f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun"
                     )
                     break
-                if waiting and not running and not ready:
+                # asked anew: a network that has just ended was not ready above
+                if waiting and not running and not any(task.ready for task in waiting):
                     failed += [task.title for task in waiting]
                     self.say(
                         "not done, as a network they need failed or diverged: "
@@ -126,7 +127,7 @@ class Runner:
         """Start a process that does the task; what it prints goes to a file in the run folder."""
         open_run(task.folder, task.recipe)
         threads = max(1, (os.cpu_count() or 1) // jobs)
-        attack = None if task.setup is None else {"setup": asdict(task.setup), "source": task.source}
+        attack = {"setup": asdict(task.setup), "source": task.source, "images": task.images} if task.setup else None
         what = {"options": self.options, "attack": attack}
         with _log(task).open("ab") as log:
             return subprocess.Popen(

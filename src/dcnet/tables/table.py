@@ -13,6 +13,7 @@ NOT_CONVERGED = "N/C"
 
 # The share of every cell's schedule that is run. Milestones are fractions of a run, so they shrink with it.
 SCHEDULES = {"paper": 1.0, "short": 0.2, "smoke": 0.0005}
+SMOKE_IMAGES = 32  # that are attacked under the smoke schedule; all of them under the others
 MEASURES = {"error": "test error", "top5_error": "top-5 test error", "accuracy": "accuracy on the test images"}
 
 

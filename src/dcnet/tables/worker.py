@@ -19,7 +19,7 @@ def main(folder: str, what: str) -> int:
         if wanted["attack"] is None:
             train(Run(folder).recipe, folder, **wanted["options"])
         else:
-            _attack(Run(folder), wanted["attack"]["setup"], wanted["attack"]["source"], wanted["options"])
+            _attack(Run(folder), **wanted["attack"], options=wanted["options"])
     except (Interrupted, NonFiniteLoss) as ended:  # the folder has what there is to know
         sys.stdout.write(f"{ended}\n")
         return 0
@@ -29,19 +29,20 @@ def main(folder: str, what: str) -> int:
     return 0
 
 
-def _attack(run: Run, setup: dict[str, Any], source: str | None, options: dict[str, Any]) -> None:
-    """Attack a run; the record in its folder names the set-up."""
+def _attack(run: Run, setup: dict[str, Any], source: str | None, images: int | None, options: dict[str, Any]) -> None:
+    """Attack a run on its first images, or on all; the record in its folder names the set-up."""
     white = setup["source"] is None and not setup["predicted"] and setup["statistics"] == "running"
     found = attack_run(
         run,
         setup["attacks"],
         source=None if source is None else Run(source),
+        limit=images,
         cumulative=False,
         predicted=setup["predicted"],
         statistics=setup["statistics"],
         # with E of the batch, the batch is what couples the images: as large as in training
         batch=run.recipe.batch if setup["statistics"] == "batch" else 5000 if "auto" in setup["attacks"] else 500,
-        check_images=_CHECKED if white and "auto" not in setup["attacks"] else 0,
+        check_images=min(_CHECKED, images or _CHECKED) if white and "auto" not in setup["attacks"] else 0,
         **options,
     )
     run.add_attack({**found, "setup": setup["name"]})
