@@ -13,7 +13,8 @@ from dcnet.layers import Block, Chain, HandsOn, hand_on
 
 pytest.importorskip("triton")
 
-from dcnet.ops.fused import graph_sums
+from dcnet.ops.fused import graph_sums, operands
+from dcnet.util import provenance
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +49,6 @@ def test_a_residual_network(monkeypatch):
     graphs = []
     take_sum = graph_sums.take_sum
     monkeypatch.setattr(graph_sums, "take_sum", lambda node: (graphs.append(node.graph), take_sum(node)))
-    graph_sums._rewrite_sums.cache_clear()
     torch.manual_seed(0)
     net = Chain(block(3, 8), Residual(8), Residual(8)).to(DEVICE, memory_format=torch.channels_last)
     twin, x, e = copy.deepcopy(net), image(2, 3, 5, 4), image(2, 8, 5, 4)
@@ -63,10 +63,13 @@ def test_a_residual_network(monkeypatch):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
     calls = [node for node in graphs[-1].nodes if node.target is BACKWARD]
     assert [node.args[1] is not None for node in calls] == [False, False, True, False, True]
+    for node in calls:  # what Inductor knows of the arguments is still true of them
+        (first, second, *_), _ = node.meta.get("eager_input_vals", (node.args, {}))
+        assert (first is None, second is None) == (False, node.args[1] is None)
     assert not any(node.target is ADD for node in graphs[-1].nodes)
 
 
-def graph_with(parts=2, alpha=1, readers=1, shape=(2, 4, 3, 3), source=BACKWARD):
+def graph_with(parts=2, alpha=1, readers=1, shape=(2, 4, 3, 3), source=BACKWARD, twice=False, known=True):
     """The call whose incoming gradient is a sum, in a graph made by hand."""
     graph = torch.fx.Graph()
 
@@ -82,7 +85,9 @@ def graph_with(parts=2, alpha=1, readers=1, shape=(2, 4, 3, 3), source=BACKWARD)
     total = put(ADD, one, other, **options)
     for _ in range(parts - 2):
         total = put(ADD, total, put(operator.getitem, put(BACKWARD, x, None, x), 0))
-    call = put(BACKWARD, total, None, x)
+    call = put(BACKWARD, total, None, total if twice else x)
+    if not known:
+        del other.meta["val"]
     graph.output([call, *[total] * (readers - 1)])
     return graph, call, (one, other)
 
@@ -105,6 +110,8 @@ def test_a_sum_is_taken(source):
         {"shape": (1, 4, 1, 1)},  # broadcast
         {"parts": 3},  # Inductor adds all three in one pass
         {"source": torch.ops.aten.split.Tensor},  # not kernels, so Inductor adds where it computes the summand
+        {"twice": True},  # the call itself reads the sum in another place
+        {"known": False},  # a pass of somebody else's made a summand, and did not say what it is
     ],
     ids=str,
 )
@@ -113,6 +120,33 @@ def test_other_sums_stay(case):
     before = str(graph)
     graph_sums.take_sum(call)
     assert str(graph) == before
+
+
+def test_graphs_name_the_code_they_were_made_for():
+    """Or a graph in PyTorch's cache on disk, made by another version, would call this version's operators."""
+    graphs = []
+
+    def keep(module, inputs):
+        graphs.append(module.graph)
+        return module
+
+    torch.compiler.reset()
+    torch.compile(block(3, 8).to(DEVICE), fullgraph=True, backend=keep)(image(2, 3, 5, 4))
+    (call,) = [
+        node
+        for node in graphs[0].nodes
+        if node.target in (torch.ops.dcnet.decoupled, torch.ops.dcnet.decoupled.default)
+    ]
+    assert operands.CODE in call.args[-3]
+    assert operands.as_options(*call.args[-3:]).operator.names[:2] == ("tanh", "cosine")
+
+
+def test_the_code_has_a_number_of_its_own(tmp_path):
+    found = []
+    for name, text in (("__init__", ""), ("one", "1"), ("one", "2"), ("two", "")):
+        (tmp_path / f"{name}.py").write_text(text)
+        found.append(provenance.code_hash(tmp_path))
+    assert len(set(found)) == 4
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

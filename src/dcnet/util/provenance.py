@@ -1,5 +1,6 @@
 """Where and with what a result came about: device, versions, commit."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -26,6 +27,12 @@ def provenance(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "commit": commit(),
     }
+
+
+def code_hash(folder: Path) -> str:
+    """Return a number that is another one when a Python file in the folder is another one."""
+    sources = sorted((path.name, path.read_bytes()) for path in folder.glob("*.py"))
+    return hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
 
 
 def commit() -> str:

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from dcnet.ops.fused.native import Launches, compiled_launcher
 from dcnet.ops.fused.operands import BACKWARD, FORWARD, Effects, Operands, tracking, wanted_output
-from dcnet.ops.fused.plan import Plan
+from dcnet.ops.fused.plan import Backward, Plan
 from dcnet.util.compat import KernelCompilers
 
-_MAPS = ("x", "residual", "unit", "dot", "out", "e", "grad_d", "behind", "grad_x", "grad_unit")  # with the dtype of x
+# with the dtype of x
+_MAPS = ("x", "residual", "unit", "dot", "out", "e", "e_more", "grad_d", "behind", "grad_x", "grad_unit")
 _KERNELS = ("weight", "grad_weight")
 COMPILERS = KernelCompilers(os.cpu_count() or 1)
+Passes = list[tuple[tuple[str, ...], Launches]]  # each with the names of its slots
 
 
-def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: bool) -> None:
+def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: bool, in_graph: bool) -> None:
     """Compile what the next forward pass will launch, and the backward pass that is likely to follow it.
 
     A variant that is missed, or turns out not to be needed, costs time and nothing else.
@@ -28,25 +30,45 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
     if not _compiles(t.x):
         return
     track, _ = tracking(effects, plan.options)
-    passes: list[tuple[tuple[str, ...], Launches]] = [
-        (FORWARD, plan.ahead),
-        (FORWARD, plan.epilogue(track, effects.momentum is not None)),
-    ]
+    passes: Passes = [(FORWARD, plan.ahead), (FORWARD, plan.epilogue(track, effects.momentum is not None))]
     ahead = sum(len(launches.launchers) for _, launches in passes)
     if differentiable:
-        o = plan.options
-        behind = wanted_output(t.x, t, o) is not None
-        back = plan.backward(behind, o.leaves, plan.maps == 0, t.x.requires_grad, t.weight.requires_grad)
-        passes += [(BACKWARD, plan.again), (BACKWARD, back.epilogue), (BACKWARD, back.ends)]
-    kernels: list[Any] = []
-    given = _given(t, effects)
-    with COMPILERS.collecting() as can:
-        if can:
-            for slots, launches in passes:
-                dtypes = [_dtype(name, given) for name in slots]
-                kernels += [launcher.warm_up(dtypes) for launcher in launches.launchers]
+        key = _likely_backward(plan, t, in_graph)
+        plan.used.add(key)
+        passes += _passes(plan, plan.backward(*key))
+    kernels = _warm_up(passes, _given(t, effects))
     compiled_launcher()  # built while this thread has nothing else to do
     COMPILERS.wait_for(kernels[:ahead])
+
+
+def compile_backward(plan: Plan, t: Operands, launchers: Backward) -> None:
+    """Begin to compile what a backward pass will launch, unlike the one that was likely; `COMPILERS.wait` waits."""
+    if _compiles(t.x):
+        _warm_up(_passes(plan, launchers), _given(t, Effects()))
+
+
+def _likely_backward(plan: Plan, t: Operands, in_graph: bool) -> tuple[bool, ...]:
+    """Return the arguments of `Plan.backward` that `op.backward` is likely to give it."""
+    o = plan.options
+    behind = wanted_output(t.x, t, o) is not None
+    want_x, want_weight = (True, True) if in_graph else (t.x.requires_grad, t.weight.requires_grad)
+    add = (plan.maps == 0 and not in_graph) or not want_x or plan.depthwise
+    return behind, o.leaves, add, want_x, want_weight, False
+
+
+def _passes(plan: Plan, launchers: Backward) -> Passes:
+    return [(BACKWARD, plan.again), (BACKWARD, launchers.epilogue), (BACKWARD, launchers.ends)]
+
+
+def _warm_up(passes: Passes, given: dict[str, Tensor]) -> list[Any]:
+    """Return the kernels of passes, which compile in the background; none where that cannot be done now."""
+    with COMPILERS.collecting() as can:
+        return [
+            launcher.warm_up([_dtype(name, given) for name in slots])
+            for slots, launches in passes
+            if can
+            for launcher in launches.launchers
+        ]
 
 
 def _compiles(x: Tensor) -> bool:

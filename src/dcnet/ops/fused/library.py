@@ -90,7 +90,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     )
     with on_device(t.x):
         plan = plan_of(t, o)
-        results, kept = forward(plan, t, Effects(tracked, momentum, batches))
+        results, kept = forward(plan, t, Effects(tracked, momentum, batches), in_graph=True)
         HOST.learn_in_graph(plan, t, arguments[-OPTIONS:], backward=False)
     return *_as_tensors(results, kept), *kept
 
@@ -202,7 +202,7 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
 
 
 def _unit(t: Operands, w_norm: Tensor) -> Tensor:
-    """Return the normalized kernels once more, as `normalize_kernel` writes them.
+    """Return the normalized kernels once more, as `normalize_kernel` writes them on a GPU.
 
     Kept from forward to backward, they would be the copy of all kernels that a plain network does without.
     """
@@ -242,8 +242,6 @@ def _with_gradient(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _register(name: str, arguments: str, results: int, implementation: Any, fake: Any) -> None:
     # Defined directly, not by `torch.library.custom_op`, whose checks of every call cost more than the launches.
-    # PyTorch's caches on disk know an operator by its name: an operator whose results change needs a new name in the
-    # next release.
     signature = f"{name}({arguments}, str options, float eps, float norm_eps) -> ({', '.join(['Tensor'] * results)})"
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")

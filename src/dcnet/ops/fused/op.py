@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcnet.ops.fused.first_use import COMPILERS, compile_ahead
+from dcnet.ops.fused.first_use import COMPILERS, compile_ahead, compile_backward
 from dcnet.ops.fused.launcher import Memory
 from dcnet.ops.fused.layout import like
 from dcnet.ops.fused.operands import (
@@ -38,17 +38,20 @@ _DOT, _OUT, _RESIDUAL = map(FORWARD.index, ("dot", "out", "residual"))
 _OF_MEAN, _OF_W_NORM, _GRAD_X, _GRAD_UNIT = map(BACKWARD.index, ("of_mean", "of_w_norm", "grad_x", "grad_unit"))
 
 
-def forward(plan: Plan, t: Operands, effects: Effects, keep: bool = True) -> tuple[Results, Kept]:
+def forward(
+    plan: Plan, t: Operands, effects: Effects, keep: bool = True, in_graph: bool = False
+) -> tuple[Results, Kept]:
     """Return the results, and what backward needs.
 
     The output is act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone. keep: whether backward will run; otherwise
-    the output may overwrite the dot product, as it does where backward recovers that.
+    the output may overwrite the dot product, as it does where backward recovers that. in_graph: whether this is an
+    operator of a compiled graph.
     """
     o, x, regions = plan.options, t.x, plan.vectors
     device, single = x.device, torch.float32
-    if not plan.used:
-        plan.used = True
-        compile_ahead(plan, t, effects, keep)
+    if keep not in plan.used:
+        plan.used.add(keep)
+        compile_ahead(plan, t, effects, keep, in_graph)
     tracked, momentum, batches = effects
     running_norm = mean_batches = None
     track, mean_momentum = (0, 0.0) if recomputing() else tracking(effects, o)
@@ -153,8 +156,12 @@ def backward(
     dot, norms, unit, vectors = kept
     device, single = x.device, torch.float32
     add = add or not want_x or plan.depthwise
+    key = (out is not None, of_left is not None, add, want_x, want_weight, e_more is not None)
+    launchers = plan.backward(*key)
+    if key not in plan.used:
+        plan.used.add(key)
+        compile_backward(plan, t, launchers)
     COMPILERS.wait()
-    launchers = plan.backward(out is not None, of_left is not None, add, want_x, want_weight, e_more is not None)
     grad_d = torch.empty_like(dot)
     behind = None if out is None else torch.empty_like(dot)
     of_vectors = torch.empty(plan.of_vectors.size, dtype=single, device=device)

@@ -3,6 +3,7 @@
 from ast import literal_eval
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,16 @@ from dcnet.ops.fused.launcher import Place
 from dcnet.ops.fused.layout import Regions
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.operator import Operator, make_operator
+from dcnet.util.provenance import code_hash
 
 # What multiplies ρ: nothing, a given tensor, E{‖x‖} of this batch, or of the batches of all ranks
 NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)
 # What follows: no BatchNorm, BatchNorm with its running averages, BatchNorm with this batch's statistics
 ALONE, AVERAGES, STATISTICS = range(3)
 PRELU, OTHER = 2, 3  # indices in ACTIVATIONS; from OTHER on, kernels get a function
+# Part of every graph: PyTorch's caches on disk know a graph by the names and arguments of its operators, and would call
+# these as an earlier version of this code wanted to be called
+CODE = code_hash(Path(__file__).parent)
 
 
 class Options(NamedTuple):
@@ -46,13 +51,14 @@ def known_to_cpp(o: Options) -> bool:
 
 def as_arguments(o: Options) -> tuple[str, float, float]:
     """Return options as arguments in a graph: one string instead of many, and floats that may be symbolic."""
-    return str((*o[:4], 0.0, *o[5:8], 0.0, *o[9:-1], *o.operator.names)), o.eps, o.norm_eps
+    return str((*o[:4], 0.0, *o[5:8], 0.0, *o[9:-1], *o.operator.names, CODE)), o.eps, o.norm_eps
 
 
 @lru_cache(4096)
 def _parsed(text: str) -> Options:
-    *options, magnitude, angular, weighting = literal_eval(text)
-    return Options._make([*options, make_operator(magnitude, angular, weighting or None)])
+    values, count = literal_eval(text), len(Options._fields) - 1
+    magnitude, angular, weighting = values[count : count + 3]
+    return Options._make([*values[:count], make_operator(magnitude, angular, weighting or None)])
 
 
 def as_options(text: str, eps: float, norm_eps: float) -> Options:

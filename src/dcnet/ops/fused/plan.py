@@ -65,7 +65,8 @@ class Plan:
         self.norms = DepthwisePlan(*sizes, t.x.device) if self.depthwise else NormPlan(*sizes)
         self.tiles = Tiles(dot, self.has, self.norms, o)
         self._launchers(t)
-        self.used = False  # whether its kernels have been compiled
+        # For what its kernels have been compiled: forward with backward to follow or without, and `backward` by key
+        self.used: set[bool | tuple[bool, ...]] = set()
         self._epilogues: dict[tuple[int, bool], Launches] = {}
         self._backwards: dict[tuple[bool, ...], Backward] = {}
         self.left = (self.tiles.kernel_blocks, *self.norms.output) if o.leaves else None
