@@ -1,6 +1,7 @@
 """The imports go one way, and `import dcnet` is light."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -202,3 +203,17 @@ print(seconds, of_torch)
 
 def test_files_fit_on_a_few_screens():
     assert {str(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > 300} == {}
+
+
+def test_the_size_in_architecture_md(monkeypatch):
+    """Made by `python tools/size.py`."""
+    repository = ROOT.parent.parent
+    page = repository / "ARCHITECTURE.md"
+    if not page.is_file():
+        pytest.skip("dcnet is installed without its repository")
+    monkeypatch.syspath_prepend(str(repository / "tools"))
+    size = importlib.import_module("size")
+    assert page.read_text(encoding="utf-8").split(size.BEGIN)[1].split(size.END)[0].strip() == size.table()
+    python = '"""Two\nlines."""\n\n# a comment\nx = """a\nb"""\n\ndef f():\n    "Do."\n    return 1  # why\n'
+    assert size.lines_of_python(python) == 4
+    assert size.lines_of_c("/* one\ntwo */\nint x; // three\n// four\n\n") == 1
