@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet.cli import app
 from dcnet.layers.decoupled import decoupled_layers
-from dcnet.training import train
+from dcnet.models.external import External
+from dcnet.training import save_weights, train
 
 OWN = """
 from torch import nn
@@ -196,7 +197,7 @@ def test_files_of_weights_that_do_not_fit(trained, tmp_path):
     with pytest.raises(ValueError, match=r"cut.safetensors cannot be read"):
         start(tmp_path / "cut.safetensors")
     save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="does not fit the recipe's network; for one"):
+    with pytest.raises(ValueError, match=r"does not fit the recipe.s network: it lacks stages.0.conv.weight"):
         start(tmp_path / "other.safetensors")
     save_file(good | {"stages.1.conv.weight": torch.zeros(8, 8, 3, 3)}, tmp_path / "shape.safetensors")
     with pytest.raises(
@@ -341,3 +342,53 @@ def test_recipes_of_before_are_still_read(trained):
     values = json.loads((trained.folder / "recipe.json").read_text())
     del values["calibrate"]
     assert dcnet.training.recorded(values).calibrate == 0
+
+
+# -- files of decoupled networks ---------------------------------------------------------------------------------------
+
+
+def other_network(num_classes, in_channels):
+    """A network that is not ours, as a library has it."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(in_channels, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    return External(nn.Sequential(*layers, nn.Linear(8 * 36, num_classes)), in_channels, nn.Identity())
+
+
+@pytest.fixture(scope="module")
+def decoupled(tmp_path_factory):
+    """A run of it, decoupled, and its weights in files of every kind."""
+    name = f"{__name__}:other_network"
+    dcnet.trust_model(name)
+    folder = tmp_path_factory.mktemp("decoupled")
+    recipe = dcnet.make_recipe(model=name, data="digits", magnitude="tanh", steps=20, batch=32)
+    run = train(recipe, folder / "run", quiet=True)
+    dcnet.export(run.model, folder / "wrapped.safetensors")
+    dcnet.export(run.model.net, folder / "bare.safetensors")
+    dcnet.export(dcnet.load(folder / "run"), folder / "loaded.safetensors")
+    save_weights(run, folder / "weights.safetensors")
+    save_file({k: v.contiguous() for k, v in run.model.state_dict().items()}, folder / "unnamed.safetensors")
+    return run
+
+
+@pytest.mark.parametrize(
+    "file", ["run", "wrapped.safetensors", "bare.safetensors", "loaded.safetensors", "weights.safetensors"]
+)
+def test_a_decoupled_network_goes_on_from_a_file(decoupled, tmp_path, file):
+    fields = {"data": "digits", "magnitude": "tanh", "steps": 1, "lr": 1e-9, "recalibrate": 0}
+    weights = decoupled.folder.parent / file
+    recipe = dcnet.finetune_recipe(decoupled.recipe.model, str(weights), **fields)
+    run = train(recipe, tmp_path / "run", quiet=True)
+    assert run.accuracy == pytest.approx(decoupled.accuracy, abs=0.3)
+    assert set(run.conversion) == {"net.0"}
+    other = dcnet.finetune_recipe(decoupled.recipe.model, str(weights), **{**fields, "magnitude": "seg"})
+    with pytest.raises(ValueError, match=r"was converted already: magnitude='tanh' there, 'seg' here"):
+        train(other, tmp_path / "other", quiet=True)
+
+
+def test_a_decoupled_network_that_does_not_say_so(decoupled, tmp_path):
+    weights = decoupled.folder.parent / "unnamed.safetensors"
+    recipe = dcnet.finetune_recipe(decoupled.recipe.model, str(weights), data="digits", magnitude="tanh", steps=1)
+    with pytest.raises(
+        ValueError, match=r"has the weights of a decoupled network, such as net.0.raw_radius, and does not"
+    ):
+        train(recipe, tmp_path / "run", quiet=True)

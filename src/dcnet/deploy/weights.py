@@ -59,7 +59,7 @@ def load_weights_(model: nn.Module, path: str | Path, *, trust_formulas: bool = 
     missing, unknown = [n for n in own if n not in tensors], [n for n in tensors if n not in own]
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name]]
     if missing or unknown or wrong:
-        what = [f"it lacks {_some(missing)}"] * bool(missing) + [f"the model has no {_some(unknown)}"] * bool(unknown)
+        what = [f"it lacks {few(missing)}"] * bool(missing) + [f"the model has no {few(unknown)}"] * bool(unknown)
         what += [f"{name} is {tuple(tensors[name].shape)} there, {tuple(own[name])} here" for name in wrong[:3]]
         raise ValueError(
             f"{path} (weights of a {about['model']}) does not fit {type(model).__name__}: {'; '.join(what)}"
@@ -68,6 +68,11 @@ def load_weights_(model: nn.Module, path: str | Path, *, trust_formulas: bool = 
         restore_conversion_(model, conversion)
     model.load_state_dict(tensors)
     return model
+
+
+def conversion_in(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the record of the conversion in a file of `dcnet.export`; it is empty where nothing was converted."""
+    return dict(_read(path)[1]["conversion"])
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
@@ -92,5 +97,6 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
     return tensors, about, metadata.get("formulas")
 
 
-def _some(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

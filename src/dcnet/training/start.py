@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dcnet.data import ImageFolder, Resident
-from dcnet.layers import conversion_of, decouple_, decoupled_layers
+from dcnet.layers import conversion_of, decouple_, decoupled_layers, restore_conversion_
 from dcnet.layers.convert import CONVOLUTIONS
 from dcnet.layers.selection import ALL, Selection
 from dcnet.models import check_logits, is_external
@@ -17,8 +17,8 @@ from dcnet.models.external import External
 from dcnet.training.checkpoint import load_state
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
-from dcnet.training.run import OPERATOR, Conversion, Run, build_model, layer_options, plain_recipe
-from dcnet.training.weights import LIBRARY, Source, find_weights, load_weights_
+from dcnet.training.run import Conversion, build_model, layer_options, plain_recipe
+from dcnet.training.weights import LIBRARY, Origin, Source, find_weights, load_weights_, origin_of
 
 _STRUCTURE = (
     *("norm", "activation", "penultimate_activation", "penultimate_norm"),
@@ -50,33 +50,50 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
         raise ValueError(
             f"pretrained={LIBRARY!r}: {recipe.model} is a network of ours, for which no library has weights"
         )
-    if isinstance(source, Run) and source.conversion is not None:
-        return _as_it_was(recipe, shape, source)
+    origin = origin_of(source)
+    if origin.conversion is not None:
+        ours = origin.exported and not external and conversion_of(build_model(recipe, shape)) == origin.conversion
+        if not ours:  # then it is as the recipe makes it, and was never converted
+            return _as_it_was(recipe, shape, source, origin)
     if not external and not recipe.calibrate and not recipe.where:
         model = build_model(recipe, shape)
         if source is not None:
             load_weights_(model, source)
         return Start(model)
-    if isinstance(source, Run) and source.recipe.magnitude is not None:
+    if origin.operator.get("magnitude") is not None:
         wish = f"calibrate={recipe.calibrate}" if recipe.calibrate else f"where={list(recipe.where)}"
         raise ValueError(
-            f"{wish}: the network in {source.folder} is decoupled already ({source.recipe.magnitude}); "
+            f"{wish}: the network in {origin.name} is decoupled already ({origin.operator['magnitude']}); "
             "possible: a plain network's weights, or calibrate=0 without where"
+        )
+    if origin.decoupled is not None:
+        raise ValueError(
+            f"pretrained={origin.name!r} has the weights of a decoupled network, such as {origin.decoupled}, and does "
+            "not say with which operator; possible: a run folder, a file that dcnet.export or dcnet export has "
+            "written, or a plain network's weights"
         )
     return _converted(recipe, shape, source, _Batches(recipe, data, ranks))
 
 
-def _as_it_was(recipe: Recipe, shape: dict[str, int], source: Run) -> Start:
-    """Return the network of a run that was converted already, as it is; raise if the recipe has another operator."""
-    there, here = asdict(source.recipe), asdict(recipe)
-    other = [f"{name}={there[name]!r} there, {here[name]!r} here" for name in OPERATOR if there[name] != here[name]]
+def _as_it_was(recipe: Recipe, shape: dict[str, int], source: "Source | None", origin: Origin) -> Start:
+    """Return a network that was converted already, as it was; raise if the recipe has another operator."""
+    here = asdict(recipe)
+    other = [
+        f"{name}={value!r} there, {here[name]!r} here" for name, value in origin.operator.items() if value != here[name]
+    ]
     if other:
         raise ValueError(
-            f"the network in {source.folder} was converted already: {', '.join(other)}; start from the plain one"
+            f"the network in {origin.name} was converted already: {', '.join(other)}; start from the plain one"
         )
-    start = go_on(recipe, shape, source.checkpoint)
-    load_weights_(start.model, source)
-    return start
+    assert source is not None
+    assert origin.conversion is not None
+    model = build_model(plain_recipe(recipe), shape)
+    names = dict(model.named_modules())
+    prefix = "" if any(name in names for name in origin.conversion) else "net."  # as their library has them
+    conversion = {prefix + name: options for name, options in origin.conversion.items()}
+    restore_conversion_(model, conversion)
+    load_weights_(model, source)
+    return Start(model, conversion)
 
 
 def _converted(recipe: Recipe, shape: dict[str, int], source: "Source | None", batches: "_Batches") -> Start:

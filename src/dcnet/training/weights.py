@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from dcnet.deploy.weights import FORMAT as CONVERTED
+from dcnet.deploy.weights import conversion_in, few
 from dcnet.formulas.sources import check_source, execute_source
 from dcnet.robustness.records import check_up_at, eps_of
 from dcnet.training.checkpoint import FORMAT as CHECKPOINT
@@ -19,14 +20,25 @@ from dcnet.training.own_formulas import FILE as FORMULAS
 from dcnet.training.own_formulas import names_of
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import recorded
-from dcnet.training.run import Run, build_model
+from dcnet.training.run import OPERATOR, Conversion, Run, build_model
 from dcnet.util.files import write_atomically
 
 WEIGHTS = "dcnet weights 1"
 LIBRARY = "library"
 Source = Run | Path | str
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar")
-_EXTRAS = ("raw_", "running_norm", "num_batches_tracked")  # that only decoupled layers (and BatchNorm) have
+_OF_DECOUPLED = ("raw_", "running_norm")  # tensors that only decoupled layers have
+_EXTRAS = (*_OF_DECOUPLED, "num_batches_tracked")  # and BatchNorm
+
+
+class Origin(NamedTuple):
+    """What is known of the network that weights were saved of."""
+
+    name: str
+    operator: dict[str, Any]  # fields of recipes; empty where nothing is known
+    conversion: Conversion | None  # of a network that was plain first; of an exported one, all decoupled layers
+    decoupled: str | None = None  # a tensor that only decoupled layers have
+    exported: bool = False
 
 
 class Trained(NamedTuple):
@@ -173,6 +185,29 @@ def find_weights(name: str) -> Source:
     )
 
 
+def origin_of(source: Source | None) -> Origin:
+    """Return what a run, or a file, says of the network that its weights are of."""
+    if isinstance(source, Run):
+        return Origin(str(source.folder), _operator(source.recipe), source.conversion)
+    if source is None or source == LIBRARY:
+        return Origin(str(source), {}, None)
+    tensors, metadata = read_weights(source)
+    path, marked = Path(source), next((name for name in tensors if name.split(".")[-1].startswith(_OF_DECOUPLED)), None)
+    if metadata.get("format") == WEIGHTS:
+        about = about_of(path, metadata)
+        return Origin(str(path), _operator(recorded(about["recipe"])), about.get("conversion"), marked)
+    if metadata.get("format") == CONVERTED:
+        conversion = conversion_in(path)
+        first = next(iter(conversion.values()), {})
+        operator = {name: first[name] for name in ("magnitude", "angular") if first}
+        return Origin(str(path), operator, conversion or None, marked, exported=True)
+    return Origin(str(path), {}, None, marked)
+
+
+def _operator(recipe: Recipe) -> dict[str, Any]:
+    return {name: getattr(recipe, name) for name in OPERATOR}
+
+
 def load_weights_(model: nn.Module, source: Source) -> None:
     """Load weights into a network of the same structure.
 
@@ -183,7 +218,7 @@ def load_weights_(model: nn.Module, source: Source) -> None:
     else:
         name, tensors = str(source), read_weights(source)[0]
     there = model.state_dict()
-    if not set(tensors) & set(there) and all(f"net.{key}" in there for key in tensors):  # as their library has them
+    if not set(tensors) & set(there) and any(f"net.{key}" in there for key in tensors):  # as their library has them
         tensors = {f"net.{key}": tensor for key, tensor in tensors.items()}
     # another operator's radii and statistics stay behind
     tensors = {k: v for k, v in tensors.items() if k in there or not k.split(".")[-1].startswith(_EXTRAS)}
@@ -202,11 +237,10 @@ def load_weights_(model: nn.Module, source: Source) -> None:
             stacklevel=2,
         )
         tensors |= {key: there[key] for key in other}
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split("\n\t")[-1].split())  # one of many
-        raise ValueError(f"pretrained={name!r} does not fit the recipe's network; for one: {reason}") from error
+    missing, unknown = model.load_state_dict(tensors, strict=False)  # decoupled layers take a plain kernel alone
+    if missing or unknown:
+        reasons = [f"it lacks {few(missing)}"] * bool(missing) + [f"the network has no {few(unknown)}"] * bool(unknown)
+        raise ValueError(f"pretrained={name!r} does not fit the recipe's network: {'; '.join(reasons)}")
 
 
 def _classifier(model: nn.Module) -> str:
