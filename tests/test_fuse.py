@@ -134,7 +134,8 @@ def test_an_activation_alone(activation, example):
 
 
 def test_an_activation_alone_that_gets_something_else():
-    """Nothing says so when the model is looked at in evaluation; in training it would be wrong."""
+    """Nothing says so when the model is looked at; later it would be wrong."""
+    noise = []
 
     class Changes(nn.Module):
         def __init__(self, again=False):
@@ -143,7 +144,7 @@ def test_an_activation_alone_that_gets_something_else():
 
         def forward(self, x):
             y = self.conv(x)
-            y = self.act(y - 1.0 if self.training else y)
+            y = self.act(y - noise[0] if noise else y)
             return self.act(y) if self.again else y
 
     for example in (torch.randn(2, 6, 8, 8), None):
@@ -152,12 +153,68 @@ def test_an_activation_alone_that_gets_something_else():
         unfuse_(net)
         assert fuse_(net, example).fused == {"conv": ["act"]}
         net(torch.randn(2, 6, 8, 8))
+        noise.append(1.0)
         with pytest.raises(RuntimeError, match="conv has applied the activation behind it, but its result was changed"):
-            net.train()(torch.randn(2, 6, 8, 8))
+            net(torch.randn(2, 6, 8, 8))
+        noise.clear()
         twice = Changes(again=True).eval()
         dcnet.decouple_(twice)
         unfuse_(twice)
         assert fuse_(twice, example).left == {"conv": "not with ReLU, which is called 2 times"}
+
+
+class ReadInTraining(nn.Module):
+    """What lies between convolution and BatchNorm is a result too, in one of the modes."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.conv, self.bn, self.act, self.where = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), where
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = self.bn(y)
+        a = self.act(z)
+        between = {"conv": y, "bn": z}[self.where]
+        return (a.mean((2, 3)) + between.mean((2, 3))) if self.training else a.mean((2, 3))
+
+
+@pytest.mark.parametrize("example", [torch.randn(2, 6, 8, 8), None], ids=["run", "traced"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("where", ["conv", "bn"])
+def test_results_that_are_read_in_training_only(example, training, where):
+    """Whatever the mode in which the model is looked at."""
+    net = ReadInTraining(where).train(training)
+    reference = copy.deepcopy(net)
+    report = dcnet.decouple_(net, example_input=example).fused
+    dcnet.decouple_(reference, fuse=False)
+    reason = "what follows is not the same in training"
+    if where == "conv":
+        assert report.left == {"conv": reason}
+    else:
+        assert list(report.fused) == ["conv"]
+        assert "act" not in report.fused["conv"]
+    assert net.training is training
+    assert_same(net, reference)
+
+
+def test_looking_at_a_model_changes_nothing():
+    net = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.Dropout(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))
+    dcnet.decouple_(net, fuse=False)
+    before = copy.deepcopy(net.state_dict())
+    generator = torch.get_rng_state()
+    assert len(fuse_(net.eval(), torch.randn(2, 6, 8, 8, generator=torch.Generator())).fused) == 2
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not net.training
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_an_example_that_training_does_not_take():
+    net = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))
+    report = dcnet.decouple_(net, example_input=torch.randn(1, 6, 3, 3))  # one value a channel
+    assert "in training the model cannot be run on this example_input (ValueError: Expected more than 1" in str(report)
+    assert report.fused.fused == {}
+    assert fuse_(net, torch.randn(2, 6, 3, 3)).fused == {"0": ["1"]}
 
 
 def test_other_followers_are_left():

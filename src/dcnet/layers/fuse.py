@@ -21,7 +21,7 @@ from dcnet.layers.fusion import (
     plain_class,
 )
 from dcnet.layers.post_ops import FUSED_NORMS
-from dcnet.layers.readers import END, by_running, by_tracing
+from dcnet.layers.readers import END, OnlyInEvaluation, by_running, by_tracing
 from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
 from dcnet.ops import ONLY
 
@@ -59,8 +59,8 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
 
     Args:
         model: any module, such as a converted one of timm or torchvision.
-        example_input: a tensor, or a tuple of arguments, to run the model on once; without one the model is traced by
-            torch.fx, which not every model allows.
+        example_input: a tensor, or a tuple of arguments, to run the model on, in training and in evaluation mode, with
+            buffers put back afterwards; without one the model is traced by torch.fx, which not every model allows.
 
     Examples:
         >>> import dcnet
@@ -87,6 +87,9 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
         return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
     try:
         chains, calls = by_running(model, example_input) if example_input is not None else by_tracing(model)
+    except OnlyInEvaluation as error:
+        why = f"in training the model cannot be run on this example_input ({error}); give one that it takes there"
+        return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
     except Exception as error:
         if example_input is not None:
             raise

@@ -2,17 +2,19 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from torch import fx, nn
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.fusion import IDEMPOTENT, Following, activation_of, is_timm_norm
-from dcnet.layers.running import Call, Made, run_once
+from dcnet.layers.running import Call, Made, in_mode, run_once
 
 # The modules that a convolution's result goes through one after the other, each the only reader. The last entry may be
 # a reason why the chain ends.
 Chains = dict[str, list[str]]
+_Found = tuple[Chains, Mapping[str, int]]  # and how often each module is called
 END = "!"
 
 
@@ -23,7 +25,42 @@ class _Tracer(fx.Tracer):
 
 
 def by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
-    """Record the model with torch.fx, and see what becomes of every convolution's result."""
+    """Record the model with torch.fx, and see what becomes of every convolution's result, whatever the mode."""
+    found = []
+    for training in (True, False):
+        with in_mode(model, training):
+            found.append(_traced(model))
+    return _in_both(*found)
+
+
+def by_running(model: nn.Module, example_input: Any) -> tuple[Chains, Mapping[str, int]]:
+    """Run the model, and see what becomes of every convolution's result, whatever the mode."""
+    evaluated = _ran(model, example_input, training=False)
+    try:
+        return _in_both(_ran(model, example_input, training=True), evaluated)
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise OnlyInEvaluation(f"{type(error).__name__}: {message[:200]}") from error
+
+
+class OnlyInEvaluation(RuntimeError):
+    """A model runs on an example in evaluation, but not in training."""
+
+
+def _in_both(in_training: _Found, in_evaluation: _Found) -> _Found:
+    """Return what becomes of results in training as in evaluation. A chain ends where the two differ."""
+    chains: Chains = {}
+    for name in {**in_training[0], **in_evaluation[0]}:
+        one, other = (found[0].get(name) for found in (in_training, in_evaluation))
+        if one is None or other is None:  # it is called in one of the modes only
+            chains[name] = one or other or []
+            continue
+        same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+        chains[name] = one if one == other else [*same, f"{END}what follows is not the same in training"]
+    return chains, Counter(in_training[1]) | Counter(in_evaluation[1])
+
+
+def _traced(model: nn.Module) -> _Found:
     graph = _Tracer().trace(model)
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -62,9 +99,8 @@ def _end(readers: list[str]) -> str:
     return f"{END}its result is read by {few or 'the caller'}"
 
 
-def by_running(model: nn.Module, example_input: Any) -> tuple[Chains, Mapping[str, int]]:
-    """Run the model once, in evaluation, and see what becomes of every convolution's result."""
-    flow, returned = run_once(model, example_input, model.modules())
+def _ran(model: nn.Module, example_input: Any, training: bool) -> _Found:
+    flow, returned = run_once(model, example_input, model.modules(), training)
     names = {module: name for name, module in model.named_modules()}
     calls = Counter(one.module for one in flow.calls)
     made = {one.module: one.output for one in flow.calls if one.output is not None}

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +94,15 @@ class Flow(TorchFunctionMode):
         return result
 
 
-def run_once(model: nn.Module, example_input: Any, modules: Iterable[nn.Module]) -> tuple[Flow, set[Made]]:
-    """Call the model with the example, in evaluation mode; return what the modules did, and what the model returned."""
+def run_once(
+    model: nn.Module, example_input: Any, modules: Iterable[nn.Module], training: bool = False
+) -> tuple[Flow, set[Made]]:
+    """Call the model with the example; return what the modules did, and what the model returned.
+
+    In training mode buffers and random numbers are put back afterwards.
+    """
     flow = Flow(modules)
-    with torch.no_grad(), evaluating(model), flow:
+    with torch.no_grad(), (_tried if training else evaluating)(model), flow:
         outputs = call(model, example_input)
     return flow, {made for value in tree_leaves(outputs) if (made := flow.of(value)) is not None}
 
@@ -111,15 +116,38 @@ def call(model: nn.Module, example_input: Any) -> Any:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; restore the modes of its modules at the end."""
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into training or evaluation mode; restore the modes of its modules at the end."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """Put a model into evaluation mode; restore the modes of its modules at the end."""
+    return in_mode(model, training=False)
+
+
+@contextmanager
+def _tried(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode; at the end restore modes, buffers such as running averages, and generators."""
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
+    try:
+        with in_mode(model, training=True), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for buffers, name, buffer, before in kept:
+            buffers[name] = buffer.copy_(before)
 
 
 @contextmanager
