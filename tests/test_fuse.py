@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -215,6 +216,35 @@ def test_an_example_that_training_does_not_take():
     assert "in training the model cannot be run on this example_input (ValueError: Expected more than 1" in str(report)
     assert report.fused.fused == {}
     assert fuse_(net, torch.randn(2, 6, 3, 3)).fused == {"0": ["1"]}
+
+
+def test_several_threads_use_one_model():
+    """One is between convolution and BatchNorm while another goes through both: neither hands on for the other."""
+
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.act = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.SiLU()
+
+        def forward(self, x, between=lambda: None):
+            y = self.conv(x)
+            between()
+            return self.act(self.bn(y))
+
+    net = Waits().eval()
+    dcnet.decouple_(net, fuse=False)
+    x = torch.randn(2, 6, 8, 8)
+    expected = net(x)
+    assert fuse_(net, x).fused == {"conv": ["bn", "act"]}
+    found = []
+
+    def elsewhere():
+        thread = threading.Thread(target=lambda: found.append(net(x).detach()))
+        thread.start()
+        thread.join()
+
+    torch.testing.assert_close(net(x, elsewhere), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_other_followers_are_left():

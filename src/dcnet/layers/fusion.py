@@ -5,7 +5,8 @@ its own pass, and the modules after it return its result unchanged. Before every
 is still right: modules that were replaced or got a hook in the meantime compute for themselves.
 """
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -58,6 +59,17 @@ class Place:
         return module
 
 
+class _Waiting(threading.local):
+    """Which modules wait for a convolution's result, in this thread: a model may be used by several at once."""
+
+    norm: bool = False  # whether the norm is to hand the next input through
+    activation: bool = False
+    result: "ReferenceType[Tensor] | None" = None  # what the convolution has returned
+
+
+EAGER = "eager"  # set by code that was not compiled
+
+
 @dataclass(eq=False)
 class Fusion:
     """What a convolution does for the modules behind it, and whether it has just done so."""
@@ -68,9 +80,11 @@ class Fusion:
     activation: Place | None = None
     crossed: tuple[nn.Module, ...] = ()  # the modules that hold some of these and not the others
     within: Any = None  # the module in whose rewritten code the convolution does this (`layers/rewritten.py`)
-    norm_waits: bool = False  # whether the norm is to hand the next input through
-    activation_waits: bool = False
-    result: "ReferenceType[Tensor] | None" = None  # what the convolution has returned
+    waiting: _Waiting = field(default_factory=_Waiting)
+    # The same for compiled code, which cannot look into `waiting`: convolution and norm may be in two of its graphs.
+    # In eager code it counts only where compiled code has set it.
+    norm_waits: bool | str = False
+    activation_waits: bool | str = False
 
     def forward(self, conv: Any, x: Tensor) -> Tensor:
         """Return the convolution of x, finished if the modules behind it will hand it through.
@@ -81,10 +95,13 @@ class Fusion:
         elsewhere = self.within is not None and self.within.fused_code is not None
         fused = not elsewhere and self.holds(conv) and self.takes(conv, x)
         y = conv.decouple(x, self.post_ops() if fused else None)[0]
-        self.norm_waits = fused and self.norm is not None
-        self.activation_waits = fused and self.activation is not None
-        if not torch.compiler.is_compiling():
-            self.result = ref(y) if fused else None
+        norm, activation = fused and self.norm is not None, fused and self.activation is not None
+        if torch.compiler.is_compiling():
+            self.norm_waits, self.activation_waits = norm, activation
+        else:
+            self.norm_waits, self.activation_waits = norm and EAGER, activation and EAGER
+            self.waiting.norm, self.waiting.activation = norm, activation
+            self.waiting.result = ref(y) if fused else None
         return y  # type: ignore[no-any-return]
 
     def takes(self, conv: Any, x: Tensor) -> bool:
@@ -95,6 +112,8 @@ class Fusion:
         """Return the convolution of x, with every module behind it doing its own work."""
         y = conv.decouple(x, None)[0]
         self.norm_waits = self.activation_waits = False
+        if not torch.compiler.is_compiling():
+            self.waiting.norm = self.waiting.activation = False
         for place in (self.norm, self.activation):
             y = y if place is None else place.module(y)
         return y  # type: ignore[no-any-return]
@@ -135,7 +154,10 @@ class Fusion:
     def hands_norm_through(self, x: Tensor) -> bool:
         """Tell whether the norm has nothing to do for x; raise if x is not what the convolution returned."""
         waits, self.norm_waits = self.norm_waits, False
-        if waits and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return bool(waits)
+        waits, self.waiting.norm = self.waiting.norm or waits is True, False
+        if waits:
             self._check(x, "BatchNorm")
         return waits
 
@@ -143,7 +165,8 @@ class Fusion:
         """Tell whether the activation has nothing to do for x."""
         waits, self.activation_waits = self.activation_waits, False
         if torch.compiler.is_compiling():
-            return waits and not shared
+            return bool(waits) and not shared
+        waits, self.waiting.activation = self.waiting.activation or waits is True, False
         if waits and self.norm is None:
             self._check(x, "activation")
         return self._is_result(x)
@@ -156,10 +179,15 @@ class Fusion:
             )
 
     def _is_result(self, x: Tensor) -> bool:
-        return self.result is not None and self.result() is x
+        return self.waiting.result is not None and self.waiting.result() is x
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"result": None, "norm_waits": False, "activation_waits": False}
+        state = self.__dict__ | {"norm_waits": False, "activation_waits": False}
+        del state["waiting"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, waiting=_Waiting())
 
 
 class Following:
