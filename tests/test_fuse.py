@@ -218,6 +218,40 @@ def test_an_example_that_training_does_not_take():
     assert fuse_(net, torch.randn(2, 6, 3, 3)).fused == {"0": ["1"]}
 
 
+@pytest.mark.parametrize("example", [torch.randn(2, 6, 8, 8), None], ids=["run", "traced"])
+def test_a_compiled_model(example):
+    net = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).eval()
+    reference = copy.deepcopy(net)
+    torch.compiler.reset()
+    compiled = torch.compile(net, backend="eager")
+    x = torch.randn(2, 6, 8, 8)
+    compiled(x)
+    assert dcnet.decouple_(compiled, example_input=example).fused.fused == {
+        "_orig_mod.0": ["_orig_mod.1", "_orig_mod.2"]
+    }
+    dcnet.decouple_(reference, fuse=False)
+    for model in (compiled, net):
+        torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_for_several_devices():
+    net = nn.DataParallel(nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
+    assert dcnet.decouple_(net).fused.fused == {"module.0": ["module.1", "module.2"]}
+
+
+def test_nothing_is_converted_if_the_look_fails(monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dcnet.layers.convert.fuse_", fail)
+    net = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        dcnet.decouple_(net, optimizer=optimizer)
+    assert type(net[0]) is nn.Conv2d
+    assert len(optimizer.param_groups) == 1
+
+
 def test_several_threads_use_one_model():
     """One is between convolution and BatchNorm while another goes through both: neither hands on for the other."""
 

@@ -13,7 +13,7 @@ from dcnet.layers.calibrate import calibrate_
 from dcnet.layers.candidates import CONVERTIBLE, TWINS, reason_to_leave, refuse_wrapped, twin_of, what_it_overrides
 from dcnet.layers.costs import multiply_adds, parameters, shapes_in
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.fuse import FuseReport, fuse_
+from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.gates import adapters, gates
 from dcnet.layers.observe import observe, prepare
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
@@ -146,10 +146,13 @@ def decouple_(
     report.added = [f"{name}.{own}".lstrip(".") for name, layer in chosen.items() for own in _new_parameters(layer)]
     report.notes += use_layers_(model, chosen)
     report.notes += refuse_fusion_(model, chosen)
-    _tell_optimizer(report, chosen, groups)
-    record_(model)
     if fuse and chosen:
-        report.fused = fuse_(model, example_input)
+        try:
+            report.fused = fuse_(model, example_input)
+        except BaseException:
+            unfuse_(model)
+            undo()
+            raise
         if report.fused.fused:
             count, of = len(report.fused.fused), len(chosen)
             report.notes.append(
@@ -157,6 +160,8 @@ def decouple_(
             )
         if report.fused.unseen:
             report.notes.append(f"none does the work of a BatchNorm behind it: {report.fused.unseen}")
+    _tell_optimizer(report, chosen, groups)
+    record_(model)
     return report
 
 

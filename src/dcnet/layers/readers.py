@@ -26,6 +26,13 @@ class _Tracer(fx.Tracer):
 
 def by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
     """Record the model with torch.fx, and see what becomes of every convolution's result, whatever the mode."""
+    wrapped = "module" if type(model) is nn.DataParallel else "_orig_mod"  # which is torch.compile's
+    inner = model._modules.get(wrapped)
+    if inner is not None and len(model._modules) == 1:
+        chains, calls = by_tracing(inner)
+        full = {name: f"{wrapped}.{name}" for name, _ in inner.named_modules(remove_duplicate=False)}
+        chains = {full[name]: [full.get(one, one) for one in chain] for name, chain in chains.items()}
+        return chains, {full[str(name)]: count for name, count in calls.items()}
     found = []
     for training in (True, False):
         with in_mode(model, training):

@@ -117,11 +117,15 @@ def call(model: nn.Module, example_input: Any) -> Any:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put a model into training or evaluation mode; restore the modes of its modules at the end."""
+    """Put a model into training or evaluation mode; restore the modes of its modules at the end.
+
+    A compiled model runs as its code stands: hooks for a look at it would be compiled too.
+    """
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode
