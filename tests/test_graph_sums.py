@@ -224,3 +224,18 @@ def test_kernels_are_not_kept(monkeypatch):
     assert weights == {layer.conv.weight.data_ptr()}
     assert units[0].dtype is torch.bfloat16
     torch.testing.assert_close(*units, rtol=2**-7, atol=0)
+
+
+def test_kernels_of_length_zero(monkeypatch):
+    """They stay zero, and their gradients finite, as in eager mode."""
+    torch.manual_seed(0)
+    layer, x = block(4, 8, eps=0.0).to(DEVICE), image(2, 4, 5, 4).requires_grad_()
+    with torch.no_grad():
+        layer.conv.weight[3] = 0.0
+    found = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        found.append(torch.autograd.grad(layer(x).square().sum(), [x, layer.conv.weight]))
+    for eager, traced in zip(*found, strict=True):
+        assert traced.isfinite().all()
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)

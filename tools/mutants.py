@@ -812,10 +812,10 @@ MUTANTS = [
         "test_first_use.py",
     ),
     Mutant(
-        "first use: dtypes of counts guessed",
+        "first use: the second gradient's dtype guessed",
         "ops/fused/first_use.py",
-        "(t._asdict() | counts).items()",
-        "t._asdict().items()",
+        '"e", "e_more", ',
+        '"e", ',
         "test_first_use.py",
     ),
     Mutant(
