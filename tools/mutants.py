@@ -688,8 +688,8 @@ MUTANTS = [
     Mutant(
         "fused: gradient in front of the activation",
         "ops/fused/plan.py",
-        'arguments |= {"e_ptr": at["behind"], "ACTIVATION": 0,',
-        'arguments |= {"ACTIVATION": 0,',
+        'arguments |= {"e_ptr": at["behind"], "e_more": None, "ACTIVATION": 0,',
+        'arguments |= {"e_more": None, "ACTIVATION": 0,',
         "test_fused.py",
     ),
     Mutant(
