@@ -173,6 +173,9 @@ def test_the_command_and_those_that_read_its_run(trained, tmp_path):
         (["torch.nn:Nothing"], "has no attribute 'Nothing'"),
         (["torch.nn:ReLU", "--norm", "batch"], "norm='batch' is for dcnet's own networks"),
         (["cnn9", "--magnitude", "none", "--calibrate", "3"], "calibrate=3 is for decoupled layers"),
+        (["cnn9"], "cnn9 has no trained weights to start from: give --weights (in Python, weights=); possible: a "),
+        (["timm:resnet18", "--data", "digits"], "a run folder, or library for those that it downloads"),
+        (["torchvision:resnet18", "--recipe", "demo"], "torchvision:resnet18 has no trained weights to start from"),
     ],
 )
 def test_what_cannot_be_is_said_and_leaves_no_folder(tmp_path, monkeypatch, words, message):
@@ -182,6 +185,15 @@ def test_what_cannot_be_is_said_and_leaves_no_folder(tmp_path, monkeypatch, word
     assert done.exit_code == 1, done.output
     assert message in done.output
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_may_be_those_of_the_recipe():
+    recipe = dcnet.make_recipe("demo", pretrained="runs/plain")
+    assert dcnet.finetune_recipe("cnn9_narrow", base=recipe).pretrained == "runs/plain"
+    assert dcnet.finetune_recipe("cnn9_narrow", "runs/other", base=recipe).pretrained == "runs/other"
+    with pytest.raises(ValueError, match="cnn9_narrow has no trained weights to start from"):
+        dcnet.finetune_recipe("cnn9_narrow")
+    assert dcnet.finetune_recipe("my_package:network").pretrained is None  # which may load them itself
 
 
 # -- files of weights --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import typer
 from dcnet.cli.common import DataRoot, Device, Download
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.cli.train import Overwrite, RecipeOption, RunOption, WithTensorBoard, base_recipe, carry_out
-from dcnet.models import is_external, trust_model
+from dcnet.models import is_own, trust_model
 from dcnet.training import Recipe, finetune_recipe
 
 
@@ -30,7 +30,7 @@ def finetune(
         typer.Option(
             "--weights",
             help="Its trained weights: a .safetensors file, a run folder, or library for those that timm or "
-            "torchvision downloads.",
+            "torchvision downloads. Only a run folder and MODULE:CALLABLE can have their own.",
             metavar="WEIGHTS",
         ),
     ] = None,
@@ -55,7 +55,7 @@ def finetune(
     def choose() -> tuple[Recipe, Path | None]:
         theirs = [Path(name) for name in (model, weights) if name is not None and Path(name).is_dir()]
         register(formulas, theirs if trust_formulas else ())
-        if is_external(model) and not model.startswith(("timm:", "torchvision:")):
+        if is_own(model):
             trust_model(model)  # the user has named it here
         return finetune_recipe(model, weights, None if recipe is None else base_recipe(recipe), **given), run
 

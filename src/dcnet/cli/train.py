@@ -18,7 +18,7 @@ from dcnet.data import NAMES
 from dcnet.formulas import angulars, magnitudes, parse_number
 from dcnet.inspection import inspect_run
 from dcnet.layers.selection import PRESETS
-from dcnet.models import is_external, list_models, trust_model
+from dcnet.models import is_own, list_models, trust_model
 from dcnet.training import RECIPES, NonFiniteLoss, Recipe, Run, change, make_recipe, read_recipe
 from dcnet.training import train as train_recipe
 from dcnet.training.folder import LENGTH
@@ -176,7 +176,7 @@ def train(
         register(formulas, map(Path, theirs) if trust_formulas else ())
         if resume is not None:
             return change(Run(resume).recipe, **given), resume
-        if is_external(given.get("model", "")) and not given["model"].startswith(("timm:", "torchvision:")):
+        if is_own(given.get("model", "")):
             trust_model(given["model"])  # the user has named it here
         return change(base_recipe(recipe), **given), run
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dcnet.models.cnn import CNN
-from dcnet.models.external import check_logits, create_external, is_external, trust_model
+from dcnet.models.external import check_logits, create_external, is_external, is_own, trust_model
 from dcnet.models.parts import LAYER_OPTIONS, Normalize, Parts
 from dcnet.models.resnet import ResNet, Root, Stage, gaussian_in_units_
 from dcnet.util.suggest import nearest
@@ -185,6 +185,7 @@ __all__ = [
     "create_external",
     "create_model",
     "is_external",
+    "is_own",
     "list_models",
     "trust_model",
 ]

@@ -45,6 +45,11 @@ def is_external(name: str) -> bool:
     return ":" in name
 
 
+def is_own(name: str) -> bool:
+    """Tell whether a model's name is that of your own code, MODULE:CALLABLE, which may load weights itself."""
+    return is_external(name) and not name.startswith(("timm:", "torchvision:"))
+
+
 def trust_model(name: str) -> None:
     """Allow a network of your own, module:callable, to be imported and called when a run folder or a file names it.
 

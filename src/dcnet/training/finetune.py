@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dcnet.data import FOLDER
+from dcnet.models import is_external, is_own, list_models
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.run import OPERATOR, Run
 
@@ -22,7 +23,8 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
 
     Args:
         model: a run folder, timm:NAME, torchvision:NAME, MODULE:CALLABLE, or a name of `dcnet.list_models()`.
-        weights: a .safetensors file, a run folder, or "library". If `model` is a run folder, its own weights are used.
+        weights: a .safetensors file, a run folder, or "library" for those that timm or torchvision downloads. Only a
+            run folder, of which the own weights are used, and MODULE:CALLABLE, which may load its own, do without.
         base: a recipe to change, instead of the usual one for fine-tuning.
         **fields: fields of the recipe. `magnitude=None` trains the plain network further.
     """
@@ -38,7 +40,7 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
     else:
         if ("/" in model or Path(model).exists()) and ":" not in model:
             raise ValueError(f"{model} is not a run folder: it has no recipe.json (looked at {Path(model).resolve()})")
-        values |= {"model": model, "pretrained": weights}
+        values |= {"model": model} | ({} if weights is None else {"pretrained": weights})
         data = fields.get("data", usual.data)
         if data.startswith(FOLDER):
             values["augment"] = "none"
@@ -47,4 +49,11 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
     values |= fields
     if values.get("magnitude", usual.magnitude) is None and "calibrate" not in fields:
         values["calibrate"] = 0
-    return change(usual, **values)
+    recipe = change(usual, **values)
+    if recipe.pretrained is None and (model in list_models() or (is_external(model) and not is_own(model))):
+        library = ", or library for those that it downloads" if is_external(model) else ""
+        raise ValueError(
+            f"{model} has no trained weights to start from: give --weights (in Python, weights=); possible: a "
+            f".safetensors file, a run folder{library}. dcnet train starts with new weights"
+        )
+    return recipe
