@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet.cli import app
 from dcnet.deploy import check, onnx_format, prepare
+from dcnet.deploy.wrappers import unwrap
 from dcnet.formulas.catalogue import CATALOGUES
 from dcnet.layers import Block, Chain, Decoupled
 from dcnet.layers.inference import Inference
@@ -300,6 +301,70 @@ def test_a_size_that_the_model_fixes_is_fixed_in_the_file(tmp_path):
     assert "for any batch, this size" in str(report)
     fixed = dcnet.export(model, tmp_path / "fixed.pt2", example_input=(torch.randn(1, 3, 8, 8),), dynamic=False)
     assert fixed.dynamic == ()
+
+
+class Star(nn.Module):
+    """A model that takes any number of inputs, and another that has some of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = dcnet.DecoupledConv2d(3, 4, 3)
+
+    def forward(self, *values):
+        return sum(self.conv(value) for value in values)
+
+
+class Starred(Star):
+    def forward(self, first, *others, scale=2.0, **more):
+        return scale * self.conv(first) + super().forward(*others)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Star, 1), (Star, 2), (Starred, 1), (Starred, 3)])
+def test_any_number_of_arguments(tmp_path, kind, count):
+    model, x = kind().eval(), tuple(torch.randn(count, 2, 3, 8, 8))
+    report = dcnet.export(model, tmp_path / "fixed.pt2", example_input=x, dynamic=False)
+    assert report.dynamic == ()
+    report = dcnet.export(model, tmp_path / "free.pt2", example_input=x)
+    assert report.dynamic == ("batch", "size")
+    other = tuple(torch.randn(count, 5, 3, 11, 9))
+    found = torch.export.load(tmp_path / "free.pt2").module()(*other)
+    torch.testing.assert_close(found, model(*other).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.compile, nn.DataParallel, nn.parallel.DistributedDataParallel, lambda m: torch.compile(nn.DataParallel(m))],
+)
+def test_what_is_inside_a_wrapper_is_exported(tmp_path, wrap, alone):
+    model, x = plain(), torch.randn(2, 3, 8, 8)
+    dcnet.decouple_(model, "tanh")
+    model(x)
+    wrapped = wrap(model.eval())
+    report = dcnet.export(wrapped, tmp_path / "model.pt2", example_input=x)
+    assert report.dynamic == ("batch", "size")
+    dcnet.export(wrapped, tmp_path / "model.safetensors")
+    assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict())
+    converted = plain()
+    dcnet.decouple_(converted, "tanh")
+    for again in (plain(), wrap(converted)):
+        assert dcnet.load_weights_(again, tmp_path / "model.safetensors") is again
+        torch.testing.assert_close(unwrap(again).eval()(x), model(x), rtol=0, atol=0)
+    other = wrap(plain())
+    if isinstance(other, nn.parallel.DistributedDataParallel):  # which would not know of the radii
+        with pytest.raises(ValueError, match="load_weights_ cannot add parameters to a model wrapped already"):
+            dcnet.load_weights_(other, tmp_path / "model.safetensors")
+    else:
+        dcnet.load_weights_(other, tmp_path / "model.safetensors")
+        torch.testing.assert_close(unwrap(other).eval()(x), model(x), rtol=0, atol=0)
+    torch.testing.assert_close(prepare(wrapped, x)(x), model(x).detach())
 
 
 def test_layers_that_pad_by_size(tmp_path):

@@ -36,6 +36,7 @@ from dcnet.deploy.programs import (
     trace,
 )
 from dcnet.deploy.weights import save_model_weights
+from dcnet.deploy.wrappers import unwrap
 from dcnet.util.files import write_atomically
 from dcnet.util.suggest import nearest
 
@@ -108,7 +109,7 @@ def export(
     fails no file is written.
 
     Args:
-        model: any model.
+        model: any model; of one in torch.compile or in a data-parallel wrapper, what is inside.
         path: the file to write.
         to: "onnx", "torch-export" (a program that `torch.export.load` reads), "aoti" (compiled for this machine by
             Inductor) or "safetensors" (weights and the conversion, for `dcnet.load_weights_`); by default what the
@@ -123,6 +124,7 @@ def export(
     path = Path(path)
     to = _format(path, to)
     _check(model, path, opset)
+    model = unwrap(model)
     start = time.perf_counter()
     if to == "safetensors":
         if half:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dcnet.deploy.wrappers import unwrap
 from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
 from dcnet.layers.inference import Inference
@@ -22,6 +23,7 @@ def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
     With an example_input, the arguments of a call of the model, a BatchNorm that alone follows an `Inference` module is
     folded into it, wherever in the code the two are called.
     """
+    model = unwrap(model)
     refuse_wrapped(model, "cannot make a copy for inference of", "export")
     for name, layer in decoupled_layers(model).items():
         if layer._forward_hooks or layer._forward_pre_hooks:

@@ -1,5 +1,6 @@
 """Programs of PyTorch: `torch.export`, and its compilation ahead of time by Inductor."""
 
+import inspect
 import io
 import logging
 import tempfile
@@ -42,10 +43,12 @@ def trace(model: nn.Module, arguments: Arguments, dynamic: tuple[str, ...]) -> E
     """Return the program of a model; dynamic: which of "batch" and "size" stay free, as far as the model allows it."""
     if "batch" in dynamic:  # a size of 1 is taken for a constant, and more than 2 is only more work
         arguments = with_batch(arguments, 2)
+    shapes = None
+    if dynamic:  # by the names of parameters, as all that goes to *args is one tuple there
+        bound = inspect.signature(model.forward).bind(*arguments).arguments
+        shapes = {name: tree_map(lambda v: _dims(v, dynamic), value) for name, value in bound.items()}
     with torch.no_grad(), quiet():
-        return torch.export.export(
-            model, arguments, dynamic_shapes=tree_map(lambda v: _dims(v, dynamic), arguments), strict=False
-        )
+        return torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False)
 
 
 def _dims(value: Any, dynamic: tuple[str, ...]) -> Any:

@@ -13,8 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dcnet.deploy.wrappers import unwrap
 from dcnet.formulas.sources import FILE, check_source, execute_source, formula_names, source_of
 from dcnet.layers import conversion_of, restore_conversion_
+from dcnet.layers.candidates import refuse_wrapped
 from dcnet.version import __version__
 
 FORMAT = "dcnet converted 1"
@@ -40,21 +42,25 @@ def load_weights_(model: nn.Module, path: str | Path, *, trust_formulas: bool = 
     A file executes nothing unless `trust_formulas` says so. If it does not fit nothing is changed.
 
     Args:
-        model: the same architecture, built anew, not converted yet (or converted in the same way).
+        model: the same architecture, built anew, not converted yet (or converted in the same way). It may be in
+            torch.compile or DataParallel; DistributedDataParallel takes the converted model only.
         path: a file that `dcnet.export` has written, ending in .safetensors.
         trust_formulas: execute the copy of your own formulas in the file, if they are not registered here.
     """
     tensors, about, source = _read(Path(path))
+    inside = unwrap(model)
     conversion = about["conversion"]
     if trust_formulas and source is not None:
         execute_source(source, f"{path}: {FILE}")
     check_source(source, _formulas(conversion), path, f"{path}: {FILE}", made="exported")
-    trial = copy.deepcopy(model)
+    if new := conversion_of(inside) != conversion:
+        refuse_wrapped(model, "load_weights_ cannot add parameters to", "load")
+    trial = copy.deepcopy(inside)
     try:
-        if conversion_of(trial) != conversion:
+        if new:
             restore_conversion_(trial, conversion)
     except ValueError as error:
-        raise ValueError(f"{path} does not fit {type(model).__name__}: {error}") from error
+        raise ValueError(f"{path} does not fit {type(inside).__name__}: {error}") from error
     own = {name: tensor.shape for name, tensor in trial.state_dict().items()}
     missing, unknown = [n for n in own if n not in tensors], [n for n in tensors if n not in own]
     wrong = [name for name in own if name in tensors and tensors[name].shape != own[name]]
@@ -62,11 +68,11 @@ def load_weights_(model: nn.Module, path: str | Path, *, trust_formulas: bool = 
         what = [f"it lacks {few(missing)}"] * bool(missing) + [f"the model has no {few(unknown)}"] * bool(unknown)
         what += [f"{name} is {tuple(tensors[name].shape)} there, {tuple(own[name])} here" for name in wrong[:3]]
         raise ValueError(
-            f"{path} (weights of a {about['model']}) does not fit {type(model).__name__}: {'; '.join(what)}"
+            f"{path} (weights of a {about['model']}) does not fit {type(inside).__name__}: {'; '.join(what)}"
         )
-    if conversion_of(model) != conversion:
-        restore_conversion_(model, conversion)
-    model.load_state_dict(tensors)
+    if new:
+        restore_conversion_(inside, conversion)
+    inside.load_state_dict(tensors)
     return model
 
 
