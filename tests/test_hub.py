@@ -60,6 +60,81 @@ def test_the_command_line_lists_them():
         assert f"hub:{name}" in shown.output
 
 
+def call(*arguments):
+    from typer.testing import CliRunner
+
+    from dcnet.cli import app
+
+    return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"], env={"COLUMNS": "200"})
+
+
+def test_commands_take_them_by_name(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image", reason="predict needs Pillow")
+    from dcnet.data import load_data
+
+    monkeypatch.chdir(tmp_path)
+    name = "hub:cnn9-narrow-seg-digits"
+    shown = call("evaluate", name)
+    assert shown.exit_code == 0, shown.output
+    assert f"accuracy {dcnet.trained_models()[name[4:]]['accuracy']:.2f}%" in shown.output
+    test = load_data("digits").test
+    image.fromarray(test.images[0, 0].numpy()).save(tmp_path / "0.png")
+    shown = call("predict", name, "0.png", "--json")
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)[0]["prediction"] == str(int(load(name)(test.images[:1] / 255.0).argmax()))
+    report = dcnet.training.export_run(name, to="torch-export", dynamic=False)
+    assert report.path == Path("cnn9-narrow-seg-digits.pt2")  # here, not in the package
+    assert (tmp_path / report.path).is_file()
+    with pytest.raises(ValueError, match="holds weights as safetensors already"):
+        dcnet.training.export_run(name, to="safetensors")
+    tuned = call("finetune", name, "--steps", 1, "--lr", 1e-9, "--run", "tuned")
+    assert tuned.exit_code == 0, tuned.output
+    tuned = Run("tuned")
+    assert (tuned.recipe.pretrained, tuned.recipe.magnitude, tuned.recipe.norm) == (name, "seg", "batch")
+    assert tuned.accuracy > 95.0
+    start = ("--recipe", "demo", "--magnitude", "seg", "--angular", "square_cosine", "--pretrained", name)
+    done = call("train", *start, "--steps", 1, "--lr", 1e-9, "--run", "started")
+    assert done.exit_code == 0, done.output
+    assert Run("started").accuracy > 95.0
+
+
+def test_files_of_weights_in_commands(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_weights(run, tmp_path / "run.safetensors")
+    shown = call("evaluate", "run.safetensors")
+    assert shown.exit_code == 0, shown.output
+    assert f"accuracy {run.accuracy:.2f}%" in shown.output
+    recipe = dcnet.finetune_recipe("run.safetensors", steps=1, lr=1e-9)
+    assert (recipe.magnitude, recipe.calibrate, recipe.batch) == ("seg", 0, run.recipe.batch)
+    assert train(recipe, tmp_path / "tuned", quiet=True).accuracy > run.accuracy - 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attack", "NAME"], "NAME is not a run folder, but the name of a trained network; dcnet evaluate, predict, "),
+        (["attack", "run.safetensors"], "run.safetensors is not a run folder, but a file of weights"),
+        (["train", "--resume", "NAME"], "dcnet.load('NAME') in Python"),
+        (["train", "--model", "NAME"], "NAME is a trained network, not one to build; possible: dcnet finetune NAME"),
+        (["train", "--pretrained", "hub:cnn9-narrow-seg-digit"], "Did you mean 'cnn9-narrow-seg-digits'?"),
+        (["evaluate", "hub:nothing"], "no trained network 'nothing'"),
+        (["evaluate", "none.safetensors"], "there is no file none.safetensors"),
+        (["finetune", "cnn9_narrow", "--weights", "NAME"], "has its network with it; possible: dcnet finetune NAME"),
+        (["finetune", "NAME", "--weights", "run.safetensors"], "NAME is trained already, and has weights of its own"),
+        (["finetune", "NAME", "--calibrate", "2"], "calibrate=2: NAME is decoupled already (seg); possible: a plain"),
+        (["finetune", "NAME", "--where", "spatial"], "where=['spatial']: NAME is decoupled already (seg)"),
+    ],
+)
+def test_where_a_run_folder_is_needed_the_error_says_so(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.safetensors").write_bytes(b"")
+    name = "hub:cnn9-narrow-seg-digits"
+    shown = call(*(name if word == "NAME" else word for word in arguments))
+    assert shown.exit_code == 1, shown.output
+    assert message.replace("NAME", name) in " ".join(shown.output.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["run.safetensors"]
+
+
 def test_an_unknown_name_says_what_there_is():
     name = next(iter(dcnet.trained_models()))
     with pytest.raises(ValueError, match=f"no trained network '{name}x'. Did you mean '{name}'"):
@@ -175,6 +250,8 @@ def test_a_converted_network_goes_through_a_file(run, tmp_path):
     tuned = train(dcnet.finetune_recipe(str(plain.folder), magnitude="ball", steps=1), tmp_path / "tuned", quiet=True)
     save_weights(tuned, tmp_path / "tuned.safetensors")
     assert torch.equal(load(tmp_path / "tuned.safetensors")(images()), tuned.model(images()))
+    with pytest.raises(ValueError, match="was converted, and only its run folder can go on from there"):
+        dcnet.finetune_recipe(str(tmp_path / "tuned.safetensors"))
 
 
 def test_formulas_of_ones_own_travel_with_the_file_and_are_not_executed(tmp_path):

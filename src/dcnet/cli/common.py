@@ -27,6 +27,14 @@ def _folder(help: str, *names: str) -> Any:
 
 
 RunArgument = Annotated[Path, typer.Argument(help="Run folder.", parser=folder_path, metavar="RUN")]
+TrainedArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="Run folder, a .safetensors file of its weights, or hub:NAME (dcnet models).",
+        parser=folder_path,
+        metavar="RUN|FILE",
+    ),
+]
 RunsArgument = Annotated[list[Path], typer.Argument(help="Run folders.", parser=folder_path, metavar="RUNS...")]
 DataRoot = Annotated[Path, _folder("Folder of the data sets' official files.", "--data-root")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch missing files of the data set from its own site.")]

@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from dcnet.cli.common import DataRoot, Device, Download, RunArgument, fail, say, show_table
+from dcnet.cli.common import DataRoot, Device, Download, TrainedArgument, fail, say, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
-from dcnet.training import Run, evaluate_run, joined
+from dcnet.training import evaluate_run, joined, open_trained
 
 
 def evaluate(
-    run: RunArgument,
+    run: TrainedArgument,
     data: Annotated[
         str | None,
         typer.Option("--data", help="Another data set with these classes and image size.", metavar="DATA"),
@@ -25,8 +25,8 @@ def evaluate(
 ) -> None:
     """Evaluate a trained network on the test images: accuracy and loss, overall and by class."""
     try:
-        register(formulas, [run] if trust_formulas else ())
-        found = Run(run)
+        register(formulas)
+        found = open_trained(run, trust_formulas=trust_formulas)
         with joined(device) as ranks:
             result = evaluate_run(found, data, data_root=data_root, download=download, device=device)
     except (ValueError, OSError, RuntimeError) as error:

@@ -6,22 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dcnet.cli.common import DataRoot, fail, folder_path, say
+from dcnet.cli.common import DataRoot, TrainedArgument, fail, say
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.deploy import FORMATS
 from dcnet.training import export_run
 
 
 def export(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="Run folder, or a .safetensors file of weights.",
-            parser=folder_path,
-            metavar="RUN|FILE",
-            show_default=False,
-        ),
-    ],
+    source: TrainedArgument,
     to: Annotated[
         str,
         typer.Option(help=f"Format: {', '.join(FORMATS)}.", autocompletion=lambda: list(FORMATS), metavar="FORMAT"),
@@ -42,8 +34,15 @@ def export(
     The file is compared with the network itself on test images, by onnxruntime for ONNX, before it appears.
     """
     try:
-        register(formulas, [source] if trust_formulas else ())
-        report = export_run(source, out, to, half=half, dynamic=not fixed, opset=opset, data_root=data_root)
+        register(formulas)
+        report = export_run(
+            *(source, out, to),
+            half=half,
+            dynamic=not fixed,
+            opset=opset,
+            data_root=data_root,
+            trust_formulas=trust_formulas,
+        )
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         fail(error)
     say(report)

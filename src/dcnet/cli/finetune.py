@@ -12,7 +12,8 @@ from dcnet.cli.common import DataRoot, Device, Download
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.cli.train import Overwrite, RecipeOption, RunOption, WithTensorBoard, base_recipe, carry_out
 from dcnet.models import is_own, trust_model
-from dcnet.training import Recipe, finetune_recipe
+from dcnet.training import Recipe, finetune_recipe, open_trained
+from dcnet.training.hub import is_trained_file
 
 
 def finetune(
@@ -20,8 +21,8 @@ def finetune(
     model: Annotated[
         str,
         typer.Argument(
-            help="timm:NAME, torchvision:NAME, a run folder, a network of dcnet, or MODULE:CALLABLE, which is imported "
-            "and called.",
+            help="timm:NAME, torchvision:NAME, a run folder, a .safetensors file of its weights, hub:NAME (dcnet "
+            "models), a network of dcnet, or MODULE:CALLABLE, which is imported and called.",
             metavar="MODEL",
         ),
     ],
@@ -30,7 +31,7 @@ def finetune(
         typer.Option(
             "--weights",
             help="Its trained weights: a .safetensors file, a run folder, or library for those that timm or "
-            "torchvision downloads. Only a run folder and MODULE:CALLABLE can have their own.",
+            "torchvision downloads. Runs, their files and hub:NAME have their own, and MODULE:CALLABLE may.",
             metavar="WEIGHTS",
         ),
     ] = None,
@@ -55,6 +56,8 @@ def finetune(
     def choose() -> tuple[Recipe, Path | None]:
         theirs = [Path(name) for name in (model, weights) if name is not None and Path(name).is_dir()]
         register(formulas, theirs if trust_formulas else ())
+        if trust_formulas and is_trained_file(model):
+            open_trained(model, trust_formulas=True)  # which registers the formulas in it
         if is_own(model):
             trust_model(model)  # the user has named it here
         return finetune_recipe(model, weights, None if recipe is None else base_recipe(recipe), **given), run

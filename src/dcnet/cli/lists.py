@@ -34,7 +34,8 @@ def models() -> None:
     ]
     if trained:
         columns = ("name", "data, model", "operator", "test accuracy")
-        show_table(columns, trained, 'Trained networks: dcnet.load("hub:NAME")', right=columns[3:])
+        title = 'Trained networks: dcnet.load("hub:NAME"); dcnet evaluate, predict, export or finetune hub:NAME'
+        show_table(columns, trained, title, right=columns[3:])
 
 
 def _structure(model: nn.Module) -> str:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dcnet.cli.common import Device, RunArgument, fail, say, show_table
+from dcnet.cli.common import Device, TrainedArgument, fail, say, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
-from dcnet.training import Prediction, Run, classes_of, predict_run
+from dcnet.training import Prediction, classes_of, open_trained, predict_run
 from dcnet.util.text import valid
 
 
 def predict(
-    run: RunArgument,
+    run: TrainedArgument,
     images: Annotated[list[Path], typer.Argument(help="Image files.", metavar="IMAGES...")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show, the likeliest first.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -26,8 +26,8 @@ def predict(
     They are converted to the run's size and channels, and the table says how.
     """
     try:
-        register(formulas, [run] if trust_formulas else ())
-        found = Run(run)
+        register(formulas)
+        found = open_trained(run, trust_formulas=trust_formulas)
         note = classes_of(found).note
         predictions = predict_run(found, images, top, device=device)
     except (ValueError, OSError, RuntimeError, ImportError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from dcnet.models.parts import Normalize
 from dcnet.util.suggest import nearest
 
+HUB = "hub:"  # the prefix of trained networks, which `dcnet.load` knows
 TRUSTED = "DCNET_TRUST_MODELS"  # an environment variable: names of networks of one's own, with commas between them
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _trusted: set[str] = set()
@@ -47,7 +48,7 @@ def is_external(name: str) -> bool:
 
 def is_own(name: str) -> bool:
     """Tell whether a model's name is that of your own code, MODULE:CALLABLE, which may load weights itself."""
-    return is_external(name) and not name.startswith(("timm:", "torchvision:"))
+    return is_external(name) and not name.startswith(("timm:", "torchvision:", HUB))
 
 
 def trust_model(name: str) -> None:
@@ -80,6 +81,10 @@ def create_external(
         return _of_timm(own, num_classes, in_channels, pretrained)
     if library == "torchvision":
         return _of_torchvision(own, num_classes, in_channels, pretrained)
+    if name.startswith(HUB):
+        raise ValueError(
+            f"{name} is a trained network, not one to build; possible: dcnet finetune {name}, dcnet.load({name!r})"
+        )
     if pretrained:
         raise ValueError(
             f"{name}: there is no library to ask for weights; possible: a file, or weights that {own} itself loads"

@@ -7,7 +7,7 @@ from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.export import export_run
 from dcnet.training.finetune import finetune_recipe
 from dcnet.training.folder import open_run
-from dcnet.training.hub import add_to_hub, load, trained_models
+from dcnet.training.hub import add_to_hub, load, open_trained, trained_models
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe, change
@@ -50,6 +50,7 @@ __all__ = [
     "make_recipe",
     "open_data",
     "open_run",
+    "open_trained",
     "predict_run",
     "read_recipe",
     "recorded",

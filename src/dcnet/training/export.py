@@ -1,16 +1,14 @@
 """A trained network taken elsewhere: exported, and checked on test images of the data it was trained on."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from dcnet.data import FOLDER, ImageFolder, MissingData, load_data
 from dcnet.deploy import FORMATS, ExportReport, export
-from dcnet.training.hub import load
+from dcnet.models.external import HUB
+from dcnet.training.hub import TrainedFile, open_trained
 from dcnet.training.run import Run
 from dcnet.training.weights import save_weights
 from dcnet.util.suggest import nearest
@@ -27,49 +25,44 @@ def export_run(
     dynamic: bool = True,
     opset: int = 18,
     data_root: str | Path = "data",
+    trust_formulas: bool = False,
 ) -> ExportReport:
-    """Write the network of a run folder, or of a file of its weights, in another format; return a report.
+    """Write the network of a run folder, of a file of its weights, or of "hub:NAME" in another format; return a report.
 
     See `dcnet.export`. The network takes images in [0, 1]. It is checked on test images of its data set; if that is not
     under `data_root`, it is checked on noise, and a note says so.
 
     path: if not given, `model.onnx`, `model.pt2` or `model.safetensors` in the run folder, or a file beside that of the
-    weights.
+    weights; of hub:NAME, NAME.onnx and so on in the current folder.
+    trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
     """
-    source = Path(source)
     if to not in FORMATS:
         raise ValueError(f"to={to!r} is unknown.{nearest(str(to), FORMATS)} Possible: {', '.join(FORMATS)}")
-    model = load(source)
-    is_file = source.suffix == ".safetensors"
-    if path is None:
-        path = source.with_suffix(FORMATS[to]) if is_file else source / f"model{FORMATS[to]}"
-    path = Path(path)
-    if path.resolve() == source.resolve():
+    found = open_trained(source, trust_formulas=trust_formulas)
+    path = Path(path) if path is not None else _beside(found, FORMATS[to])
+    if isinstance(found, TrainedFile) and path.resolve() == found.path.resolve():
         raise ValueError(f"{path} is the file to export; give another path")
     if to == "safetensors":
-        if is_file:
+        if isinstance(found, TrainedFile):
             raise ValueError(
-                f"{source} holds weights as safetensors already; possible: a run folder, or another format"
+                f"{found.path} holds weights as safetensors already; possible: a run folder, or another format"
             )
         if half:
             raise ValueError("half precision is not for safetensors, which hold the weights as they are")
-        save_weights(Run(source), path)
+        save_weights(found, path)
         return ExportReport(path, to, path.stat().st_size, 0.0, notes=["dcnet.load reads it"])
-    data, shape = _about(source)
-    images, note = _test_images(data, shape, data_root)
-    report = export(model, path, to, images, half=half, dynamic=dynamic, opset=opset)
+    images, note = _test_images(found.recipe.data, found.shape, data_root)
+    report = export(found.model, path, to, images, half=half, dynamic=dynamic, opset=opset)
     report.notes += [note] * bool(note)
     return report
 
 
-def _about(source: Path) -> tuple[str, dict[str, int]]:
-    """Return the name of the data that a network was trained on, and the shape of that."""
-    if source.suffix != ".safetensors":
-        run = Run(source)
-        return run.recipe.data, run.shape
-    with safe_open(source, "pt") as file:
-        about: dict[str, Any] = json.loads(file.metadata()["about"])
-    return about["recipe"]["data"], about["shape"]
+def _beside(found: Run | TrainedFile, ending: str) -> Path:
+    """Return the file to write where none is named: nothing is written into the hub."""
+    if isinstance(found, Run):
+        return found.folder / f"model{ending}"
+    name = str(found.folder)
+    return Path(name.removeprefix(HUB) + ending) if name.startswith(HUB) else found.path.with_suffix(ending)
 
 
 def _test_images(data: str, shape: dict[str, int], root: str | Path) -> tuple[Tensor, str]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from dcnet.data import FOLDER
 from dcnet.models import is_external, is_own, list_models
+from dcnet.models.external import HUB
+from dcnet.training.hub import TrainedFile, is_trained_file, open_trained
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.run import OPERATOR, Run
 
@@ -22,24 +24,25 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
     Where the network of a run is decoupled already, it keeps its operator.
 
     Args:
-        model: a run folder, timm:NAME, torchvision:NAME, MODULE:CALLABLE, or a name of `dcnet.list_models()`.
-        weights: a .safetensors file, a run folder, or "library" for those that timm or torchvision downloads. Only a
-            run folder, of which the own weights are used, and MODULE:CALLABLE, which may load its own, do without.
+        model: a run folder, a .safetensors file of its weights, "hub:NAME", timm:NAME, torchvision:NAME,
+            MODULE:CALLABLE, or a name of `dcnet.list_models()`.
+        weights: a .safetensors file, a run folder, or "library" for those that timm or torchvision downloads. The
+            first three have their own, and MODULE:CALLABLE may load its own; the others need them.
         base: a recipe to change, instead of the usual one for fine-tuning.
         **fields: fields of the recipe. `magnitude=None` trains the plain network further.
     """
     usual = Recipe() if base is None else base
     values: dict[str, Any] = dict(FINETUNE) if base is None else {"calibrate": FINETUNE["calibrate"]}
-    if (Path(model) / "recipe.json").is_file():
-        run = Run(model)
+    trained = _trained(model)
+    if trained is not None:
         if weights is not None:
-            raise ValueError(f"weights={weights!r}: {model} is a run folder, and has weights of its own")
-        values |= {name: getattr(run.recipe, name) for name in _OF_THE_RUN} | {"pretrained": model}
-        if run.recipe.magnitude is not None:
-            values |= {name: getattr(run.recipe, name) for name in OPERATOR} | {"calibrate": 0}
+            raise ValueError(f"weights={weights!r}: {model} is trained already, and has weights of its own")
+        values |= {name: getattr(trained.recipe, name) for name in _OF_THE_RUN} | {"pretrained": model}
+        if trained.recipe.magnitude is not None:
+            values |= {name: getattr(trained.recipe, name) for name in OPERATOR} | {"calibrate": 0}
     else:
-        if ("/" in model or Path(model).exists()) and ":" not in model:
-            raise ValueError(f"{model} is not a run folder: it has no recipe.json (looked at {Path(model).resolve()})")
+        if weights is not None and weights.startswith(HUB):
+            raise ValueError(f"weights={weights!r} has its network with it; possible: dcnet finetune {weights}")
         values |= {"model": model} | ({} if weights is None else {"pretrained": weights})
         data = fields.get("data", usual.data)
         if data.startswith(FOLDER):
@@ -50,10 +53,34 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
     if values.get("magnitude", usual.magnitude) is None and "calibrate" not in fields:
         values["calibrate"] = 0
     recipe = change(usual, **values)
+    _check(model, trained, recipe)
+    return recipe
+
+
+def _trained(model: str) -> Run | TrainedFile | None:
+    """Return the trained network of that name; None for one that is yet to be built."""
+    if (Path(model) / "recipe.json").is_file() or is_trained_file(model):
+        return open_trained(model)
+    if ("/" in model or Path(model).exists()) and ":" not in model:
+        raise ValueError(f"{model} is not a run folder: it has no recipe.json (looked at {Path(model).resolve()})")
+    return None
+
+
+def _check(model: str, trained: Run | TrainedFile | None, recipe: Recipe) -> None:
+    """Raise where there are no weights to start from, or where a file has others than those of a plain network."""
     if recipe.pretrained is None and (model in list_models() or (is_external(model) and not is_own(model))):
         library = ", or library for those that it downloads" if is_external(model) else ""
         raise ValueError(
             f"{model} has no trained weights to start from: give --weights (in Python, weights=); possible: a "
             f".safetensors file, a run folder{library}. dcnet train starts with new weights"
         )
-    return recipe
+    if not isinstance(trained, TrainedFile):
+        return
+    if trained.conversion is not None:
+        raise ValueError(f"{model} was converted, and only its run folder can go on from there; give that folder")
+    if trained.recipe.magnitude is not None and (recipe.calibrate or recipe.where):
+        wish = f"calibrate={recipe.calibrate}" if recipe.calibrate else f"where={list(recipe.where)}"
+        raise ValueError(
+            f"{wish}: {model} is decoupled already ({trained.recipe.magnitude}); possible: a plain network, or "
+            "calibrate=0 without where"
+        )

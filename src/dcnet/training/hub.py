@@ -14,14 +14,22 @@ from typing import Any
 
 from torch import nn
 
+from dcnet.models.external import HUB
 from dcnet.training.own_formulas import trust_formulas as execute_formulas
 from dcnet.training.recipes import recorded
 from dcnet.training.run import Run, read_json
-from dcnet.training.weights import Trained, save_weights, trained_by, trained_in
+from dcnet.training.weights import (
+    Trained,
+    about_of,
+    check_own_formulas,
+    read_weights,
+    save_weights,
+    trained_by,
+    trained_in,
+)
 from dcnet.util.files import write_json
 from dcnet.util.suggest import nearest
 
-PREFIX = "hub:"
 _INDEX = "index.json"
 _FIELDS = ("name", "data", "model", "operator", "accuracy", "parameters", "sha256")
 
@@ -33,13 +41,52 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
         path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
         trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
     """
-    if isinstance(path, str) and path.startswith(PREFIX):
-        return trained_in(find_in_hub(path.removeprefix(PREFIX)), trust_formulas=trust_formulas).model
-    if Path(path).suffix == ".safetensors":
-        return trained_in(Path(path), trust_formulas=trust_formulas).model
+    return open_trained(path, trust_formulas=trust_formulas).model
+
+
+class TrainedFile:
+    """A trained network in a file of `save_weights`, with what those who read a run ask of it.
+
+    Args:
+        path: the file.
+        name: what the user calls it; the path if not given.
+        trust_formulas: execute the copy of your own formulas in it.
+    """
+
+    def __init__(self, path: Path, name: str | None = None, trust_formulas: bool = False) -> None:
+        self.path, self.folder = path, name or path
+        metadata = read_weights(path)[1]
+        about = about_of(path, metadata)
+        self.recipe, self.shape = recorded(about["recipe"]), about["shape"]
+        self.result, self.conversion = about.get("result"), about.get("conversion")
+        check_own_formulas(path, metadata.get("formulas"), self.recipe, trust_formulas)
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, in evaluation mode."""
+        return trained_in(self.path).model
+
+
+def is_trained_file(name: str | Path) -> bool:
+    """Tell whether this is a trained network other than a run folder: hub:NAME, or a .safetensors file."""
+    return str(name).startswith(HUB) or Path(name).suffix == ".safetensors"
+
+
+def open_trained(name: str | Path, *, trust_formulas: bool = False) -> Run | TrainedFile:
+    """Return the run of a folder, or what a .safetensors file or "hub:NAME" has of one.
+
+    trust_formulas: execute the copy of your own formulas in it, if they are not registered here.
+    """
+    if is_trained_file(name):
+        return TrainedFile(weights_file(name), str(name), trust_formulas)
     if trust_formulas:
-        execute_formulas(Path(path))
-    return Run(path).model
+        execute_formulas(Path(name))
+    return Run(name)
+
+
+def weights_file(name: str | Path) -> Path:
+    """Return the file of a trained network, of "hub:NAME" the one in the hub."""
+    return find_in_hub(str(name).removeprefix(HUB)) if str(name).startswith(HUB) else Path(name)
 
 
 def hub_folders() -> list[Path]:

@@ -1,9 +1,12 @@
 """What a run needs before its first step: a recipe, and a state that fits the data."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from dcnet.data import ImageFolder, Resident
+from dcnet.models.external import HUB
 from dcnet.training.folder import total_steps
+from dcnet.training.hub import weights_file
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import make_recipe
@@ -43,7 +46,7 @@ def prepare(
         )
     steps = total_steps(recipe, per_epoch)
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
-    start = begin(recipe, shape, data, ranks) if begun is None else go_on(recipe, shape, begun)
+    start = begin(_with_file(recipe), shape, data, ranks) if begun is None else go_on(recipe, shape, begun)
     state = TrainingState(recipe, shape, steps, ranks, start)
     alone = recipe.batch == ranks.world * recipe.accumulate
     if alone and any(isinstance(module, BatchNorm) for module in state.model.modules()):
@@ -52,3 +55,10 @@ def prepare(
             "BatchNorm"
         )
     return state, per_epoch
+
+
+def _with_file(recipe: Recipe) -> Recipe:
+    """Return the recipe with the file of weights that it names as hub:NAME; the run's own recipe keeps the name."""
+    if recipe.pretrained is None or not recipe.pretrained.startswith(HUB):
+        return recipe
+    return replace(recipe, pretrained=str(weights_file(recipe.pretrained)))

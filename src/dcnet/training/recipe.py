@@ -82,8 +82,8 @@ class Recipe:
     head: str = _option("linear", "Classifier: linear or normalized.", "linear", "normalized")
     pretrained: str | None = _option(
         None,
-        "Weights to start from, of the same structure: a run folder, a .safetensors file, or library for those of timm "
-        "and torchvision.",
+        "Weights to start from, of the same structure: a run folder, a .safetensors file, hub:NAME, or library for "
+        "those of timm and torchvision.",
     )
     calibrate: int = _option(
         0,

@@ -16,6 +16,7 @@ from torch import nn
 from dcnet.formulas import parse_number
 from dcnet.layers import restore_conversion_
 from dcnet.models import create_external, create_model, is_external
+from dcnet.models.external import HUB
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
 from dcnet.training.own_formulas import check_formulas
 from dcnet.training.plain_kernels import normalize_ordinary_
@@ -99,9 +100,7 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not (self.folder / "recipe.json").is_file():
-            raise FileNotFoundError(
-                f"{self.folder} is not a run folder: it has no recipe.json (looked at {self.folder.resolve()})"
-            )
+            raise FileNotFoundError(f"{self.folder} is not a run folder{_what_it_is(self.folder)}")
         self.recipe = read_recipe(self.folder / "recipe.json")
 
     def __repr__(self) -> str:
@@ -233,6 +232,16 @@ class Run:
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
         return model.eval()
+
+
+def _what_it_is(path: Path) -> str:
+    """Return what a path is that is not a run folder, and who takes it."""
+    others = "dcnet evaluate, predict, export and finetune take it"
+    if str(path).startswith(HUB):
+        return f", but the name of a trained network; {others}, and dcnet.load({str(path)!r}) in Python"
+    if path.suffix == ".safetensors" and path.is_file():
+        return f", but a file of weights; where dcnet wrote it, {others}, and dcnet.load in Python"
+    return f": it has no recipe.json (looked at {path.resolve()})"
 
 
 def run_folders(folder: str | Path) -> list[Path]:

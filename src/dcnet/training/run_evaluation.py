@@ -6,6 +6,7 @@ from pathlib import Path
 from dcnet.data import FOLDER
 from dcnet.training.checkpoint import load_state
 from dcnet.training.evaluate import Evaluation, evaluate
+from dcnet.training.hub import TrainedFile
 from dcnet.training.ranks import joined
 from dcnet.training.recipe import change
 from dcnet.training.recipe_data import open_data
@@ -29,7 +30,7 @@ class RunEvaluation(Evaluation):
 
 
 def evaluate_run(
-    run: Run,
+    run: Run | TrainedFile,
     data: str | None = None,
     *,
     data_root: str | Path = "data",
@@ -39,7 +40,7 @@ def evaluate_run(
     """Evaluate a run's network on the test images of its data set, or of another one.
 
     Args:
-        run: the run; its last checkpoint is what is evaluated.
+        run: the run, whose last checkpoint is what is evaluated, or what `open_trained` returns.
         data: another data set, with as many classes and images of the same shape.
         data_root: the folder of the data sets' official files.
         download: fetch missing files of the data set from its own site.
@@ -60,7 +61,7 @@ def evaluate_run(
                 f"{run.folder} was trained for {_described(shape)}; {recipe.data} has {_described(theirs)}"
             )
         found = evaluate(run.model.to(ranks.device), source, ranks, autocast_of(recipe, ranks.device))
-    step = None if run.result is not None else int(load_state(run.checkpoint)["step"])
+    step = int(load_state(run.checkpoint)["step"]) if isinstance(run, Run) and run.result is None else None
     return RunEvaluation(**vars(found), data=recipe.data, classes=tuple(source.classes), unfinished_after=step)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dcnet.data import FOLDER, class_names_of
 from dcnet.data.folder import middle_crop
+from dcnet.training.hub import TrainedFile
 from dcnet.training.ranks import joined
 from dcnet.training.run import Run
 from dcnet.training.settings import tf32
@@ -40,11 +41,13 @@ class Classes(NamedTuple):
     note: str | None
 
 
-def predict_run(run: Run, images: Sequence[str | Path], top: int = 3, *, device: str | None = None) -> list[Prediction]:
+def predict_run(
+    run: Run | TrainedFile, images: Sequence[str | Path], top: int = 3, *, device: str | None = None
+) -> list[Prediction]:
     """Classify image files with a run's network.
 
     Args:
-        run: the run.
+        run: the run, or what `open_trained` returns.
         images: image files; each is converted to the size and the channels of the run's data.
         top: how many classes to return for each image.
         device: "cpu" or "cuda"; by default the GPU if there is one.
@@ -71,7 +74,7 @@ def predict_run(run: Run, images: Sequence[str | Path], top: int = 3, *, device:
     ]
 
 
-def classes_of(run: Run) -> Classes:
+def classes_of(run: Run | TrainedFile) -> Classes:
     """Return the names of a run's classes; where its image folder is not here any more, their numbers."""
     names, count = class_names_of(run.recipe.data), run.shape["num_classes"]
     if len(names) == count:
