@@ -303,6 +303,19 @@ def test_a_size_that_the_model_fixes_is_fixed_in_the_file(tmp_path):
     assert fixed.dynamic == ()
 
 
+def test_maps_of_one_pixel_fix_the_size_of_a_program(tmp_path):
+    """PyTorch keeps to maps of one pixel where the example has them; ONNX does not."""
+    model = nn.Sequential(
+        *(dcnet.DecoupledConv2d(n, 4, 3, stride=4, padding=1) for n in (3, 4)), nn.AdaptiveAvgPool2d(1)
+    ).eval()
+    small = dcnet.export(model, tmp_path / "small.pt2", example_input=torch.rand(2, 3, 8, 8))
+    assert small.dynamic == ("batch",)
+    assert "is for images of at most 16 pixels a side, as maps in the model have one pixel then" in str(small)
+    large = dcnet.export(model, tmp_path / "large.pt2", example_input=torch.rand(2, 3, 32, 32))
+    assert large.dynamic == ("batch", "size")
+    assert not large.notes
+
+
 class Star(nn.Module):
     """A model that takes any number of inputs, and another that has some of its own."""
 

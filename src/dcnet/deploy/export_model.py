@@ -28,6 +28,7 @@ from dcnet.deploy.check import (
 from dcnet.deploy.prepare import prepare
 from dcnet.deploy.programs import (
     DYNAMIC,
+    check_sizes,
     compile_program,
     free_dims,
     run_package,
@@ -209,6 +210,8 @@ def _export(
     for free in plans if dynamic else ((),):
         try:
             program = trace(ready, inputs, free)
+            if to != "onnx" and "size" in free:
+                check_sizes(program)
             data, runner, details = _MAKERS[to](program, opset, model)
             really = _really_free(program, free)
             checked = _checks(original, runner, arguments, dtype, really, resized)

@@ -62,13 +62,31 @@ def _dims(value: Any, dynamic: tuple[str, ...]) -> Any:
 
 def free_dims(program: ExportedProgram) -> list[list[int]]:
     """Return the dimensions of each input that may have any size."""
+    return [[i for i, size in enumerate(shape) if not isinstance(size, int)] for shape in _shapes(program)]
+
+
+def check_sizes(program: ExportedProgram) -> None:
+    """Raise where the program is for small images only, though their size is free.
+
+    PyTorch asks whether a map has one pixel, which its strides depend on, and keeps to the answer for the example.
+    ONNX has no strides; a program compiled by Inductor does not even check the size of its input.
+    """
+    sizes = [size.node.expr for shape in _shapes(program) for size in shape[2:] if not isinstance(size, int)]
+    largest = [program.range_constraints[size].upper for size in sizes if size in program.range_constraints]
+    if bounds := [int(bound) for bound in largest if bound.is_Integer and bound < 2**31]:
+        raise ValueError(
+            f"the program of PyTorch is for images of at most {min(bounds)} pixels a side, as maps in the model have "
+            "one pixel then; a larger example_input frees the size"
+        )
+
+
+def _shapes(program: ExportedProgram) -> list[Any]:
     given = set(program.graph_signature.user_inputs)
-    shapes = [
+    return [
         node.meta["val"].shape
         for node in program.graph.nodes
         if node.op == "placeholder" and node.name in given and isinstance(node.meta.get("val"), Tensor)
     ]
-    return [[i for i, size in enumerate(shape) if not isinstance(size, int)] for shape in shapes]
 
 
 def save_program(program: ExportedProgram) -> bytes:
