@@ -121,8 +121,8 @@ def test_files_of_weights_in_commands(run, tmp_path, monkeypatch):
         (["evaluate", "none.safetensors"], "there is no file none.safetensors"),
         (["finetune", "cnn9_narrow", "--weights", "NAME"], "has its network with it; possible: dcnet finetune NAME"),
         (["finetune", "NAME", "--weights", "run.safetensors"], "NAME is trained already, and has weights of its own"),
-        (["finetune", "NAME", "--calibrate", "2"], "calibrate=2: NAME is decoupled already (seg); possible: a plain"),
-        (["finetune", "NAME", "--where", "spatial"], "where=['spatial']: NAME is decoupled already (seg)"),
+        (["finetune", "NAME", "--calibrate", "2"], "is decoupled already (seg); possible: a plain"),
+        (["finetune", "NAME", "--where", "spatial"], "is decoupled already (seg)"),
     ],
 )
 def test_where_a_run_folder_is_needed_the_error_says_so(tmp_path, monkeypatch, arguments, message):
@@ -250,8 +250,11 @@ def test_a_converted_network_goes_through_a_file(run, tmp_path):
     tuned = train(dcnet.finetune_recipe(str(plain.folder), magnitude="ball", steps=1), tmp_path / "tuned", quiet=True)
     save_weights(tuned, tmp_path / "tuned.safetensors")
     assert torch.equal(load(tmp_path / "tuned.safetensors")(images()), tuned.model(images()))
-    with pytest.raises(ValueError, match="was converted, and only its run folder can go on from there"):
-        dcnet.finetune_recipe(str(tmp_path / "tuned.safetensors"))
+    recipe = dcnet.finetune_recipe(str(tmp_path / "tuned.safetensors"), steps=1, lr=1e-9, recalibrate=0)
+    assert (recipe.magnitude, recipe.calibrate) == ("ball", 0)
+    again = train(recipe, tmp_path / "again", quiet=True)
+    assert set(again.conversion) == set(tuned.conversion)
+    torch.testing.assert_close(again.model(images()), tuned.model(images()), rtol=1e-3, atol=1e-3)
 
 
 def test_formulas_of_ones_own_travel_with_the_file_and_are_not_executed(tmp_path):

@@ -37,7 +37,7 @@ from dcnet.deploy.programs import (
     trace,
 )
 from dcnet.deploy.weights import save_model_weights
-from dcnet.deploy.wrappers import unwrap
+from dcnet.layers.wrappers import unwrap
 from dcnet.util.files import write_atomically
 from dcnet.util.suggest import nearest
 

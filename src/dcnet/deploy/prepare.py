@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from dcnet.deploy.wrappers import unwrap
 from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
 from dcnet.layers.inference import Inference
 from dcnet.layers.running import run_once
+from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
 
 

@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from dcnet.deploy.wrappers import unwrap
 from dcnet.formulas.sources import FILE, check_source, execute_source, formula_names, source_of
 from dcnet.layers import conversion_of, restore_conversion_
 from dcnet.layers.candidates import refuse_wrapped
+from dcnet.layers.wrappers import unwrap
 from dcnet.version import __version__
 
 FORMAT = "dcnet converted 1"

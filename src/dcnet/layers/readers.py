@@ -10,6 +10,7 @@ from torch import fx, nn
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.fusion import IDEMPOTENT, Following, activation_of, is_timm_norm
 from dcnet.layers.running import Call, Made, in_mode, run_once
+from dcnet.layers.wrappers import unwrap
 
 # The modules that a convolution's result goes through one after the other, each the only reader. The last entry may be
 # a reason why the chain ends.
@@ -26,11 +27,11 @@ class _Tracer(fx.Tracer):
 
 def by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
     """Record the model with torch.fx, and see what becomes of every convolution's result, whatever the mode."""
-    wrapped = "module" if type(model) is nn.DataParallel else "_orig_mod"  # which is torch.compile's
-    inner = model._modules.get(wrapped)
-    if inner is not None and len(model._modules) == 1:
+    inner = unwrap(model)
+    if inner is not model:
+        names = {module: name for name, module in model.named_modules()}
         chains, calls = by_tracing(inner)
-        full = {name: f"{wrapped}.{name}" for name, _ in inner.named_modules(remove_duplicate=False)}
+        full = {name: f"{names[inner]}.{name}" for name, _ in inner.named_modules(remove_duplicate=False)}
         chains = {full[name]: [full.get(one, one) for one in chain] for name, chain in chains.items()}
         return chains, {full[str(name)]: count for name, count in calls.items()}
     found = []

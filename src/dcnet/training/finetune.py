@@ -53,7 +53,7 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
     if values.get("magnitude", usual.magnitude) is None and "calibrate" not in fields:
         values["calibrate"] = 0
     recipe = change(usual, **values)
-    _check(model, trained, recipe)
+    _check_weights(model, recipe)
     return recipe
 
 
@@ -66,21 +66,11 @@ def _trained(model: str) -> Run | TrainedFile | None:
     return None
 
 
-def _check(model: str, trained: Run | TrainedFile | None, recipe: Recipe) -> None:
-    """Raise where there are no weights to start from, or where a file has others than those of a plain network."""
+def _check_weights(model: str, recipe: Recipe) -> None:
+    """Raise where there are no trained weights to start from."""
     if recipe.pretrained is None and (model in list_models() or (is_external(model) and not is_own(model))):
         library = ", or library for those that it downloads" if is_external(model) else ""
         raise ValueError(
             f"{model} has no trained weights to start from: give --weights (in Python, weights=); possible: a "
             f".safetensors file, a run folder{library}. dcnet train starts with new weights"
-        )
-    if not isinstance(trained, TrainedFile):
-        return
-    if trained.conversion is not None:
-        raise ValueError(f"{model} was converted, and only its run folder can go on from there; give that folder")
-    if trained.recipe.magnitude is not None and (recipe.calibrate or recipe.where):
-        wish = f"calibrate={recipe.calibrate}" if recipe.calibrate else f"where={list(recipe.where)}"
-        raise ValueError(
-            f"{wish}: {model} is decoupled already ({trained.recipe.magnitude}); possible: a plain network, or "
-            "calibrate=0 without where"
         )
