@@ -125,6 +125,19 @@ def test_the_norm_absorbs_the_length_of_kernels_with_its_epsilon():
     assert not torch.allclose(model[1].weight, plain[1].weight)
 
 
+def test_in_double_precision_too():
+    """There the averages of a BatchNorm are no copies of what its scale is computed from."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)).double()
+    with torch.no_grad():
+        plain[0].weight.mul_(0.02)  # so that the ε of BatchNorm matters
+    x = images(8, 3, 12, 12).double()
+    dcnet.recalibrate_(plain, [x]).eval()
+    model = copy.deepcopy(plain)
+    dcnet.decouple_(model, "linear", calibrate=[x])
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-6, atol=1e-6)
+
+
 def test_fine_tuning_begins_there():
     """In training mode too: averages of batches are those BatchNorm has now."""
     plain = network()

@@ -138,11 +138,11 @@ def _scale_and_shift(wanted: Moments, given: Moments) -> tuple[Tensor, Tensor]:
 def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
     """Change the BatchNorm so that it gives for f what it gave for a·f + d."""
     variance = y.variance if norm.running_var is None else norm.running_var.double()
+    if norm.weight is not None:  # first: in float64 the variance is running_var itself, which changes below
+        norm.weight.mul_(((variance + a.square() * norm.eps) / (variance + norm.eps)).sqrt().to(norm.weight))
     if norm.running_mean is not None and norm.running_var is not None:
         norm.running_mean.copy_(f.mean + (norm.running_mean.double() - y.mean) / a)
         norm.running_var.copy_(variance / a.square())
-    if norm.weight is not None:
-        norm.weight.mul_(((variance + a.square() * norm.eps) / (variance + norm.eps)).sqrt().to(norm.weight))
 
 
 def _scalable(name: str, layers: dict[str, Any]) -> bool:
