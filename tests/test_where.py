@@ -245,6 +245,21 @@ def test_padding_and_weight_standardization_are_kept():
     torch.testing.assert_close(traced(x), twin(x))
 
 
+@pytest.mark.parametrize("kind", [Conv2dSame, ScaledStdConv2dSame])
+def test_calibration_sees_patches_with_the_padding_of_their_layer(kind):
+    """Patches at the border have other norms, and the radius is chosen by norms."""
+
+    def radius(conv, x):
+        dcnet.decouple_(model := nn.Sequential(conv), "tanh", calibrate=[x])
+        return float(model[0].effective_radius[0].detach())
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 12, 12).mul(1.5).exp()  # norms that differ by much
+    expected = radius(nn.Conv2d(3, 4, 5, padding=2), x)
+    assert radius(kind(3, 4, 5), x) == expected > radius(nn.Conv2d(3, 4, 5), x)
+    assert radius(kind(3, 4, 5, stride=2), torch.rand(2, 3, 4, 4)) == 1.0  # a map smaller than the kernel
+
+
 def test_the_report_is_a_table():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, stride=2, bias=False),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcnet.layers.own_arithmetic import prepared_input
 from dcnet.layers.running import Flow, Made, evaluating, hooks
 from dcnet.layers.statistics import input_of
 from dcnet.ops import EPS, compute_dtype, patch_norm
@@ -126,6 +127,7 @@ def _norms(layer: Any, x: Tensor) -> Tensor:
     if isinstance(layer, nn.Linear):
         norms = (x.to(compute_dtype(x)).square().sum(-1) + EPS).sqrt().flatten().unsqueeze(0)
     else:
+        x = prepared_input(layer, x)
         batch = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
         where = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
         norms = patch_norm(batch, *where, padding_mode=layer.padding_mode).movedim(1, 0).flatten(1)

@@ -26,15 +26,7 @@ class DecoupledConv2dSame(DecoupledConv2d):
 
         Where the number of zeros is odd, the end gets one more.
         """
-        if not self.same_pad:
-            return x
-        pads: list[int] = []
-        for i in (1, 0):  # F.pad takes the last dimension first
-            size, step = x.shape[i - 2], self.stride[i]
-            span = (-(-size // step) - 1) * step + (self.kernel_size[i] - 1) * self.dilation[i] + 1
-            missing = max(span - size, 0)
-            pads += [missing // 2, missing - missing // 2]
-        return F.pad(x, pads)
+        return _pad_same(self, x) if self.same_pad else x
 
     def decouple(
         self, x: Tensor, post_ops: PostOps | None, energy: Tensor | None = None, leave_energy: bool = False
@@ -87,6 +79,27 @@ _TIMM: dict[str, type[Decoupled]] = {
     "ScaledStdConv2d": DecoupledStdConv2d,
     "ScaledStdConv2dSame": DecoupledStdConv2d,
 }
+
+
+def prepared_input(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the input that a layer's kernels are laid over, but for what `layer.padding` adds.
+
+    This is x itself, except in layers with SAME padding, plain or decoupled.
+    """
+    twin = type(layer) if isinstance(layer, Decoupled) else own_twin(type(layer))
+    if twin is None or not issubclass(twin, DecoupledConv2dSame):
+        return x
+    return _pad_same(layer, x) if getattr(layer, "same_pad", twin.same_pad) else x
+
+
+def _pad_same(layer: Any, x: Tensor) -> Tensor:
+    pads: list[int] = []
+    for i in (1, 0):  # F.pad takes the last dimension first
+        size, step = x.shape[i - 2], layer.stride[i]
+        span = (-(-size // step) - 1) * step + (layer.kernel_size[i] - 1) * layer.dilation[i] + 1
+        missing = max(span - size, 0)
+        pads += [missing // 2, missing - missing // 2]
+    return F.pad(x, pads)
 
 
 def own_twin(kind: type[nn.Module]) -> type[Decoupled] | None:
