@@ -12,10 +12,26 @@ from dcnet.inspection import adversarial_examples, filters_of, inspect_run, laye
 from dcnet.inspection.examples import decoded, encoded
 from dcnet.inspection.layers import BINS, FARTHEST
 from dcnet.layers import Block
+from dcnet.layers.own_arithmetic import DecoupledStdConv2d
 
 
 def model_of(*layers):
     return nn.Sequential(*layers).eval()
+
+
+def test_layers_that_prepare_input_and_kernels_are_seen_as_they_compute():
+    """SAME padding and standardized kernels, as in converted networks of timm."""
+    torch.manual_seed(0)
+    layer, x = DecoupledStdConv2d(3, 4, 5, stride=2), torch.rand(2, 3, 4, 4)
+    layer.same_pad = True
+    (found,) = layer_statistics(model_of(layer).requires_grad_(False), x)
+    plain = dcnet.DecoupledConv2d(3, 4, 5, stride=2)
+    rows = layer.weight.flatten(1)
+    rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+    plain.load_state_dict({"weight": rows.view_as(layer.weight)})
+    (expected,) = layer_statistics(model_of(plain), nn.functional.pad(x, (1, 2, 1, 2)))
+    for name in ("mean_norm", "theta_mean", "theta_deviation"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["conv", "grouped", "linear", "plain"])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.layers import Block, Decoupled, decoupled_layers
+from dcnet.layers.own_arithmetic import prepared_input
 from dcnet.ops import EPS, decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, decoupled_linear, patch_norm
 from dcnet.training.learned import quantiles_of
 
@@ -56,17 +57,17 @@ def layer_statistics(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
 
 def _statistics(layer: Any, x: Tensor) -> dict[str, Any]:
     eps = layer.eps if isinstance(layer, Decoupled) else EPS
+    weight = layer.effective_weight if isinstance(layer, Decoupled) else layer.weight
     if isinstance(layer, nn.Linear):
         norms = (x.float().square().sum(-1) + eps).sqrt()
         # SphereConv with the cosine is cos θ itself
-        cosines = decoupled_linear(x, layer.weight, magnitude="sphere", angular="cosine", eps=eps)
+        cosines = decoupled_linear(x, weight, magnitude="sphere", angular="cosine", eps=eps)
     else:
+        x = prepared_input(layer, x)
         place = {"padding_mode": layer.padding_mode, "eps": eps}
         where = (layer.stride, layer.padding, layer.dilation, layer.groups)
         norms = patch_norm(x, layer.kernel_size, *where, **place)
-        cosines = _CONVOLUTIONS[x.dim() - 2](
-            x, layer.weight, None, *where, **place, magnitude="sphere", angular="cosine"
-        )
+        cosines = _CONVOLUTIONS[x.dim() - 2](x, weight, None, *where, **place, magnitude="sphere", angular="cosine")
     mean = norms.mean()
     theta = cosines.float().clamp(-1.0, 1.0).acos()
     relative = (norms / mean).clamp(max=FARTHEST)
