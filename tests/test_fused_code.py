@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import dcnet
 from dcnet.layers import fuse_, unfuse_
+from dcnet.layers.decoupled import decoupled_layers
 from dcnet.layers.fused_code import run_fused
 from dcnet.layers.rewritten import Rewritten
 
@@ -492,6 +493,25 @@ def test_a_fused_norm_with_a_parametrization():
     unfuse_(net)
     assert nn.utils.parametrize.is_parametrized(net.bn)
     assert_same(net, reference)
+
+
+@pytest.mark.parametrize("radius", ["learned", 1.5])
+def test_parametrized_kernels_are_computed_once(radius):
+    """spectral_norm moves by a step whenever they are; a residual's shape is no reason to."""
+    computed = []
+
+    class Watched(nn.Module):
+        def forward(self, weight):
+            computed.append(weight)
+            return weight
+
+    model = stage().to(DEVICE)
+    dcnet.decouple_(model, "tanh", radius=radius)
+    for layer in (convs := decoupled_layers(model)).values():
+        nn.utils.parametrize.register_parametrization(layer, "weight", Watched())
+    computed.clear()
+    model(torch.randn(2, 8, 5, 5, device=DEVICE))
+    assert len(computed) == len(convs) == 7
 
 
 class Pooled(nn.Module):

@@ -107,14 +107,14 @@ class Decoupled(nn.Module):
         """ρ of each kernel before E{‖x‖}, or the literal radius: (out_channels,); None where there is none."""
         if self.raw_radius is not None:
             return LearnedRadius(self.raw_radius).rho
+        return self._literal_radius(self.weight)
+
+    def _literal_radius(self, weight: Tensor) -> Tensor | None:
+        """Return the literal radius of each kernel, where the weight is; None for a magnitude without one."""
         if not self.operator.magnitude.formula.has_radius:
             return None
-        return torch.full(
-            (self._kernels_and_groups()[0],),
-            float(self.radius),
-            device=self.weight.device,
-            dtype=compute_dtype(self.weight),
-        )
+        kernels = self._kernels_and_groups()[0]
+        return torch.full((kernels,), float(self.radius), device=weight.device, dtype=compute_dtype(weight))
 
     @property
     def learned_parameters(self) -> dict[str, Tensor]:
@@ -164,10 +164,11 @@ class Decoupled(nn.Module):
                 mean_norm = BatchMean(running_norm, batches, self.momentum, self.sync)
             else:  # a copy: a later training step moves the average in place, and backward may come after it
                 mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
-        radius = self.effective_radius if raw_radius is None else LearnedRadius(raw_radius)
+        weight, bias, geometry = self.effective_weight, parameter(self, "bias"), self._geometry()
+        # of this weight, not another: a parametrization computes one anew whenever it is asked for
+        radius = self._literal_radius(weight) if raw_radius is None else LearnedRadius(raw_radius)
         operator = self.operator
         learned = self.learned_parameters if operator.learned else {}
-        weight, bias, geometry = self.effective_weight, parameter(self, "bias"), self._geometry()
         vectors = (weight, bias, geometry, operator, radius, mean_norm, learned)
         return decouple(Inputs(x, *vectors, self.eps, post_ops, energy, leave_energy), self.impl)
 

@@ -232,4 +232,5 @@ def _fits(conv: Decoupled, x: Tensor, residual: Any) -> bool:
     """Tell whether a residual has the shape and dtype of the convolution's result, so that the sum has them too."""
     if not isinstance(residual, Tensor) or residual.dtype != convolution_dtype(x):
         return False
-    return residual.shape == (x.shape[0], len(conv.weight), *conv._geometry().output_sizes(x.shape[2:]))
+    kernels = conv._kernels_and_groups()[0]  # not of the weight, which a parametrization would compute once more
+    return residual.shape == (x.shape[0], kernels, *conv._geometry().output_sizes(x.shape[2:]))
