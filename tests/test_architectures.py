@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dcnet
+from dcnet.util.compat import BatchNorm
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -119,10 +120,17 @@ def test_identity_conversion_changes_nothing(name):
                 )
     # and back: the same once more, with BatchNorm folded where that is safe
     before = twin.eval()(x).detach()
-    left = dcnet.couple_(twin).left
-    assert set(left.values()) <= {"it pads its input by the size of that, which nn.Conv2d does not"}
-    assert not left or name.startswith("timm:tf_")
+    coupled = dcnet.couple_(twin)
+    assert set(coupled.left.values()) <= {"it pads its input by the size of that, which nn.Conv2d does not"}
+    assert not coupled.left or name.startswith("timm:tf_")
     torch.testing.assert_close(twin(x).detach(), before, rtol=1e-3, atol=1e-4)
+    norms = [key for key, module in twin.named_modules() if isinstance(module, BatchNorm)]
+    assert len(norms) + len(coupled.folded) == sum(isinstance(module, BatchNorm) for module in model.modules())
+    if name in ("timm:resnet18", "timm:mobilenetv3_small_050", "timm:regnety_002"):
+        assert not norms
+    # one that stays has a note, or stands behind a layer that was left
+    noted = " ".join(coupled.notes)
+    assert len([key for key in norms if key not in noted]) <= len(coupled.left)
 
 
 @pytest.mark.parametrize(

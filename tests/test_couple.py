@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import needs
 from torch import nn
 
 import dcnet
@@ -120,6 +121,150 @@ def test_norms_that_are_not_safe_to_fold_stay():
         "one of them has hooks, which would see something else",
         "it keeps no running averages",
     ]
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """BatchNorms that code calls: behind a convolution, through an Identity, and behind an addition."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.act1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.conv2, self.drop, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Identity(), nn.BatchNorm2d(8)
+        self.bn3 = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        y = self.act1(self.bn1(self.conv1(x)))
+        return self.bn3(self.bn2(self.drop(self.conv2(y))) + x)
+
+
+class Branching(Residual):
+    """Code that torch.fx cannot record."""
+
+    def forward(self, x):
+        return super().forward(x if x.sum() < 0.0 else -x)
+
+
+def trained(model, x):
+    """Return the model with averages that are not the start's, converted, in evaluation; and what it gives for x."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+    model(x)
+    dcnet.decouple_(model.eval(), "linear", weighting="linear")
+    return model, model(x).detach()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize(("kind", "example"), [(Residual, False), (Residual, True), (Branching, True)])
+def test_norms_are_folded_wherever_code_calls_them(kind, example, fused):
+    x = torch.randn(2, 8, 6, 6)
+    model, before = trained(nn.Sequential(kind(), kind()), x)
+    if not fused:
+        dcnet.unfuse_(model)
+    report = dcnet.couple_(model, example_input=x if example else None)
+    assert report.folded == {f"{i}.conv{j}": f"{i}.bn{j}" for i in (0, 1) for j in (1, 2)}
+    notes = [note for note in report.notes if "not folded" in note]
+    behind = "other code" if example else "add"
+    assert notes[0] == f"0.bn3 was not folded: it follows {behind}, no layer that was made plain"
+    assert len(notes) == 2
+    assert type(model[0].bn1) is nn.Identity
+    assert not [key for key in model.state_dict() if "bn" in key and "bn3" not in key]
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_code_that_cannot_be_recorded_is_known_from_fusions_or_named():
+    x = torch.randn(2, 8, 6, 6)
+    model, before = trained(Branching(), x)
+    report = dcnet.couple_(copy.deepcopy(model))
+    assert report.folded == {}
+    assert report.notes == [
+        "bn1, bn2, bn3: not folded, since it is not known what they follow; torch.fx cannot trace this model "
+        "(TraceError); give an example_input"
+    ]
+    dcnet.fuse_(model, x)
+    with pytest.raises(ValueError, match="input has 3 channels"):
+        dcnet.couple_(model, example_input=torch.randn(2, 3, 6, 6))
+    assert model.conv1.fusion is not None  # nothing was changed
+    report = dcnet.couple_(model)
+    assert report.folded == {"conv1": "bn1", "conv2": "bn2"}
+    assert report.notes[1].startswith("bn3: not folded, since it is not known what")
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+class Odd(nn.Module):
+    """One convolution and a BatchNorm, with something around them that folding would break."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.conv, self.bn = what, nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.wrapped = nn.ModuleList([self.conv]) if what == "two places" else None
+        if what == "tied":
+            self.other = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+            self.other.weight = self.conv.weight
+        if what == "merges":
+            self.fuse = self._fuse
+
+    def _fuse(self):
+        return nn.utils.fusion.fuse_conv_bn_eval(self.conv, self.bn)
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.what == "read twice":
+            return self.bn(y) + y
+        if self.what == "called twice":
+            return self.bn(self.conv(self.bn(y)))
+        if self.what == "weight":
+            return nn.functional.conv_transpose2d(self.bn(y), self.conv.weight)
+        return self.other(self.bn(y)) if self.what == "tied" else self.bn(y)
+
+
+@pytest.mark.parametrize("example", [True, False], ids=["run", "traced"])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("two places", "one of them is used in several places"),
+        ("tied", "the parameters of conv are those of another module too"),
+        ("merges", "model.fuse() merges them, and would not find it"),
+        ("read twice", "its result is read by "),
+        ("called twice", "called 2 times"),
+        ("weight", "other code reads the parameters of one of them"),
+        ("hook", "one of them has hooks, which would see something else"),
+        ("training", "it is in training mode; model.eval() first"),
+        ("", ""),
+    ],
+)
+def test_what_code_around_norms_makes_unsafe(what, reason, example):
+    x = torch.randn(2, 4, 6, 6)
+    model, before = trained(Odd(what), x)
+    if what == "hook":
+        model.bn.register_forward_hook(lambda *_: None)
+    if what == "training":
+        model.bn.train()
+    report = dcnet.couple_(model, example_input=x if example else None)
+    assert report.folded == ({} if what else {"conv": "bn"})
+    notes = [note for note in report.notes if "not folded" in note]
+    assert len(notes) == bool(what)
+    assert not what or notes[0].startswith(f"bn was not folded into conv: {reason}")
+    torch.testing.assert_close(model.eval()(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_behind_a_block_is_not_folded_into_what_the_block_has_done():
+    x = torch.randn(2, 4, 6, 6)
+    model, before = trained(nn.Sequential(Block(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), nn.BatchNorm2d(4)), x)
+    for example in (x, None):
+        coupled = copy.deepcopy(model)
+        assert dcnet.couple_(coupled, example_input=example).folded == {"0.conv": "0.norm"}
+        torch.testing.assert_close(coupled(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_of_a_norm_of_timm_the_activation_is_left():
+    act = needs("timm.layers").BatchNormAct2d(4, act_layer=nn.SiLU)
+    x = torch.randn(2, 4, 6, 6)
+    model, before = trained(nn.Sequential(nn.Conv2d(4, 4, 3), act), x)
+    assert dcnet.couple_(model).folded == {"0": "1"}
+    assert [name for name, _ in model[1].named_children()] == ["drop", "act"]
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
+from dcnet.layers.fold import rest_of
 from dcnet.layers.inference import Inference
 from dcnet.layers.running import run_once
 from dcnet.layers.wrappers import unwrap
@@ -32,7 +33,7 @@ def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
                 "remove them first"
             )
     ready = copy.deepcopy(model).eval().requires_grad_(False)
-    couple_(ready)
+    couple_(ready, example_input=example_input)
     # a plain convolution that couple_ had to leave, for its padding or a parametrization, needs no norms either way
     left = [layer for layer in decoupled_layers(ready).values() if not layer.operator.is_inner_product]
     lean = {layer: Inference(layer).eval() for layer in left}
@@ -55,7 +56,7 @@ def _fold_norms(model: nn.Module, example_input: Any) -> None:
     for module in list(model.modules()):
         for place, child in module._modules.items():
             if child in folded:
-                module._modules[place] = _rest_of(child)
+                module._modules[place] = rest_of(child)
 
 
 def _followed_by_norm(model: nn.Module, example_input: Any) -> dict[Inference, nn.Module]:
@@ -83,17 +84,4 @@ def _is_foldable(module: nn.Module) -> bool:
         or module._forward_pre_hooks
     ):
         return False
-    return type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or _rest_of(module) is not None
-
-
-def _rest_of(norm: nn.Module) -> nn.Module | None:
-    """Return what is left of a BatchNorm once it is folded; None for an unknown class.
-
-    Of timm's BatchNorm, dropout and activation are left.
-    """
-    if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        return nn.Identity()
-    if type(norm).__name__ == "BatchNormAct2d" and type(norm).__module__.startswith("timm."):
-        rest = [norm._modules.get(name) for name in ("drop", "act")]
-        return nn.Sequential(*[module for module in rest if module is not None]).eval()
-    return None
+    return rest_of(module) is not None

@@ -4,30 +4,27 @@ A BatchNorm that follows such a layer is folded into it.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
-from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from dcnet.formulas.angulars import cosine, power_cosine
 from dcnet.formulas.magnitudes import linear, mix, seg
-from dcnet.layers.block import Block
 from dcnet.layers.candidates import plain_class, refuse_wrapped
-from dcnet.layers.chain import Chain
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.fold import fold_
 from dcnet.layers.fuse import unfuse_
 from dcnet.layers.other_code import Refusal
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
+from dcnet.layers.readers import EVALUATION, Seen, look
 from dcnet.layers.record import record_
 from dcnet.layers.report import shown
+from dcnet.layers.running import run_once
 from dcnet.ops import Operator, compute_dtype, kernel_norm
-from dcnet.util.compat import hooked
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+from dcnet.util.compat import BatchNorm
 
 
 @dataclass
@@ -92,7 +89,7 @@ def plain_kernel(layer: Decoupled) -> Tensor | None:
     return (exact * factor).to(weight.dtype)
 
 
-def couple_(model: nn.Module, fold: bool = True) -> CoupleReport:
+def couple_(model: nn.Module, fold: bool = True, example_input: Any = None) -> CoupleReport:
     """Turn decoupled layers that are plain ones back into `nn.Conv2d` or `nn.Linear`, in place.
 
     Plain are `linear` with `cosine`, and `seg` with β = α: the kernel is α·w with a weighting, α·w/‖w‖ without. What
@@ -101,18 +98,33 @@ def couple_(model: nn.Module, fold: bool = True) -> CoupleReport:
 
     Args:
         model: any model with decoupled layers.
-        fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode, follow
-            one another in a `Block` or an `nn.Sequential`, and are used nowhere else. An `nn.Identity` takes its place.
+        fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode and have
+            no hooks, and nothing else reads what lies between. An `nn.Identity` takes its place, and in that of timm's
+            `BatchNormAct2d` its activation stays.
+        example_input: a tensor, or a tuple of arguments, to run the model on once, to see which BatchNorm follows which
+            layer; without one the model is traced by torch.fx, which not every model allows.
 
     Returns:
-        A report of the layers that are plain now, and of those left with the reason.
+        A report of the layers that are plain now, and of those left with the reason. Its notes say which BatchNorms
+        were not folded, and why.
+
+    Examples:
+        >>> import dcnet
+        >>> from torch import nn
+        >>> model = nn.Sequential(dcnet.DecoupledConv2d(3, 8, 3, magnitude="linear"), nn.BatchNorm2d(8)).eval()
+        >>> print(dcnet.couple_(model))
+        1 layers made plain, 1 with their BatchNorm, 0 left as they were
+          plain  0, with 1
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"couple_ takes a model, got {type(model).__name__}")
     refuse_wrapped(model, "couple_ cannot take parameters from", "couple")
     report, kernels = CoupleReport(), {}
     layers: dict[str, Decoupled] = decoupled_layers(model)
+    fused = _known_from_fusions(model, layers)
     if any(layer.fusion is not None for layer in layers.values()):
+        if example_input is not None:
+            run_once(model, example_input, ())  # an error shall come before anything is changed
         unfuse_(model)
         report.notes.append(
             "what fuse_ had fused computes for itself again; call dcnet.fuse_ for the layers that stayed"
@@ -124,15 +136,26 @@ def couple_(model: nn.Module, fold: bool = True) -> CoupleReport:
             report.left[name] = reason
         else:
             kernels[name] = kernel
-    names: dict[nn.Module, str] = {layers[name]: name for name in kernels}
+    fold = fold and bool(kernels) and any(isinstance(module, BatchNorm) for module in model.modules())
+    seen, why = look(model, example_input, EVALUATION) if fold else (fused, "")
+    seen = fused if why else seen
     for name, kernel in kernels.items():
         _make_plain(layers[name], kernel)
     report.coupled = list(kernels)
     if fold:
-        _fold(model, names, report)
+        report.folded, notes = fold_(model, {name: layers[name] for name in kernels}, seen, why)
+        report.notes += notes
     _lift_refusals(model)
     record_(model)
     return report
+
+
+def _known_from_fusions(model: nn.Module, layers: dict[str, Decoupled]) -> Seen:
+    """Return which BatchNorm follows which layer as far as `fuse_` has found out, perhaps with an example."""
+    names = {module: name for name, module in model.named_modules()}
+    fusions = {name: layer.fusion for name, layer in layers.items() if layer.fusion and layer.fusion.holds(layer)}
+    norms = {name: names[fusion.norm.module] for name, fusion in fusions.items() if fusion.norm is not None}
+    return Seen({name: [norm] for name, norm in norms.items()}, {}, {norm: name for name, norm in norms.items()})
 
 
 def _reason_to_leave(layer: Decoupled) -> str:
@@ -165,63 +188,6 @@ def _make_plain(layer: Decoupled, kernel: Tensor) -> None:
 def _attributes_of(plain: type[nn.Module]) -> set[str]:
     arguments = (1, 1) if plain is nn.Linear else (1, 1, 1)
     return set(plain(*arguments, device="meta").__dict__)
-
-
-def _fold(model: nn.Module, coupled: dict[nn.Module, str], report: CoupleReport) -> None:
-    """Fold the BatchNorms behind these layers where that is safe, and note where it is not."""
-    uses: dict[nn.Module, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        uses[module] = uses.get(module, 0) + 1
-    for name, parent in model.named_modules():
-        for layer, norm_place, norm in _neighbors(parent):
-            if layer not in coupled or type(norm) not in BATCH_NORMS:
-                continue
-            whole = f"{name}.{norm_place}".lstrip(".")
-            reason = _reason_not_to_fold(layer, norm, uses, isinstance(parent, Block))
-            if reason:
-                report.notes.append(f"{whole} was not folded into {coupled[layer]}: {reason}")
-                continue
-            _fold_into(layer, norm)
-            parent._modules[norm_place] = None if isinstance(parent, Block) else nn.Identity().train(norm.training)
-            report.folded[coupled[layer]] = whole
-
-
-def _neighbors(parent: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return pairs of modules of which the second is the only one that gets the output of the first.
-
-    Each pair is (first, name of the second, second).
-    """
-    if isinstance(parent, Block):
-        return [] if parent.norm is None else [(parent.conv, "norm", parent.norm)]
-    if not isinstance(parent, nn.Sequential) or type(parent).forward not in (nn.Sequential.forward, Chain.forward):
-        return []
-    return [(one, name, other) for (_, one), (name, other) in pairwise(parent._modules.items()) if one and other]
-
-
-def _reason_not_to_fold(layer: nn.Module, norm: Any, uses: dict[nn.Module, int], in_block: bool) -> str:
-    if norm.training or layer.training:
-        return "it is in training mode; model.eval() first"
-    if norm.running_mean is None:
-        return "it keeps no running averages"
-    if uses[layer] > 1 or uses[norm] > 1:
-        return "one of them is used in several places"
-    if hooked(layer) or hooked(norm):
-        return "one of them has hooks, which would see something else"
-    if isinstance(layer, nn.Linear) and not in_block:
-        return "behind a linear layer it may be another dimension that it normalizes"
-    return ""
-
-
-@torch.no_grad()
-def _fold_into(layer: nn.Module, norm: Any) -> None:
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
-    fuse = fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
-    weight, bias = fuse(layer.weight, layer.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
-    layer.weight.copy_(weight)
-    if layer.bias is None:
-        layer.bias = nn.Parameter(bias.detach().to(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
-    else:
-        layer.bias.copy_(bias)
 
 
 def _lift_refusals(model: nn.Module) -> None:

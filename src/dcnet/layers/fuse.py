@@ -21,7 +21,7 @@ from dcnet.layers.fusion import (
     plain_class,
 )
 from dcnet.layers.post_ops import FUSED_NORMS
-from dcnet.layers.readers import END, OnlyInEvaluation, by_running, by_tracing
+from dcnet.layers.readers import END, look
 from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
 from dcnet.ops import ONLY
 
@@ -81,28 +81,17 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
         report.left[""] = "the model itself"
     if not wanted:
         return report
-    watched = [name for name, module in model.named_modules() if module._modules and name and _has_hooks(module)]
-    if watched and example_input is None:
-        why = f"{watched[0]} has hooks, which torch.fx would call with stand-ins for tensors; give an example_input"
-        return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
-    try:
-        chains, calls = by_running(model, example_input) if example_input is not None else by_tracing(model)
-    except OnlyInEvaluation as error:
-        why = f"in training the model cannot be run on this example_input ({error}); give one that it takes there"
-        return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
-    except Exception as error:
-        if example_input is not None:
-            raise
-        why = f"torch.fx cannot trace this model ({type(error).__name__}); give an example_input"
+    seen, why = look(model, example_input)
+    if why:
         return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in wanted:
-        norm, activation, reason = _checked(chains.get(name, []), modules, counts, calls)
+        norm, activation, reason = _checked(seen.chains.get(name, []), modules, counts, seen.calls)
         followers = [one for one in (norm, activation) if one is not None]
         if not followers:
             report.left[name] = reason
             continue
-        crossed = tuple(modules[one] for one in _crossed([name, *followers]))
+        crossed = tuple(modules[one] for one in crossed_by([name, *followers]))
         fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""), crossed)
         for one in followers:
             _follow(modules[one], fusion)
@@ -139,7 +128,7 @@ def unfuse_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _crossed(names: list[str]) -> set[str]:
+def crossed_by(names: list[str]) -> set[str]:
     """Return the names of the modules that hold some of these modules and not the others."""
     holders = [{name[:at] for at, sign in enumerate(name) if sign == "."} for name in names]
     return {one for some in holders for one in some if not all(one in others for others in holders)}
@@ -209,7 +198,3 @@ def _why_not(activation: nn.Module, counts: Counter[nn.Module]) -> str:
     if found[0] not in IDEMPOTENT and counts[activation] > 1:
         return f"not with {type(activation).__name__}, which is shared"
     return ""
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)

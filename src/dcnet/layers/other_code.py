@@ -64,6 +64,12 @@ def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
     return notes
 
 
+def merging_method(module: nn.Module) -> str:
+    """Return the name of a method with which a module merges its convolutions and BatchNorms; empty if it has none."""
+    methods = {name: getattr(module, name, None) for name in _MERGING}
+    return next((name for name, one in methods.items() if isinstance(one, Refusal) or _takes_nothing(one)), "")
+
+
 def _is_plain(layer: nn.Module) -> bool:
     """Tell whether a layer computes what the plain one does: then its kernels may be merged."""
     return isinstance(layer, Decoupled) and layer.operator.is_inner_product and layer.weighting is not None

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
@@ -11,12 +11,55 @@ from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.fusion import IDEMPOTENT, Following, activation_of, is_timm_norm
 from dcnet.layers.running import Call, Made, in_mode, run_once
 from dcnet.layers.wrappers import unwrap
+from dcnet.util.compat import BatchNorm
 
 # The modules that a convolution's result goes through one after the other, each the only reader. The last entry may be
 # a reason why the chain ends.
 Chains = dict[str, list[str]]
-_Found = tuple[Chains, Mapping[str, int]]  # and how often each module is called
+Modes = tuple[bool, ...]  # of training
+BOTH, EVALUATION = (True, False), (False,)
 END = "!"
+
+
+class Seen(NamedTuple):
+    """What is known of a model's code.
+
+    Attributes:
+        chains: what each decoupled layer's result goes through.
+        calls: how often each module is called.
+        sources: what makes the input of each BatchNorm: a module's name, or that of a function.
+        read: the modules with parameters that other code reads.
+    """
+
+    chains: Chains
+    calls: Mapping[str, int]
+    sources: Mapping[str, str] = {}
+    read: frozenset[str] = frozenset()
+
+
+def look(model: nn.Module, example_input: Any = None, modes: Modes = BOTH) -> tuple[Seen, str]:
+    """Return what becomes of every decoupled layer's result, and why that is not known: nothing if it is.
+
+    Run the model on the example; without one, record it with torch.fx, which not every model allows.
+    """
+    if example_input is not None:
+        try:
+            return by_running(model, example_input, modes), ""
+        except OnlyInEvaluation as error:
+            why = f"in training the model cannot be run on this example_input ({error}); give one that it takes there"
+            return Seen({}, {}), why
+    watched = [name for name, module in model.named_modules() if module._modules and name and _has_hooks(module)]
+    if watched:
+        why = f"{watched[0]} has hooks, which torch.fx would call with stand-ins for tensors; give an example_input"
+        return Seen({}, {}), why
+    try:
+        return by_tracing(model, modes), ""
+    except Exception as error:
+        return Seen({}, {}), f"torch.fx cannot trace this model ({type(error).__name__}); give an example_input"
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Tracer(fx.Tracer):
@@ -25,56 +68,65 @@ class _Tracer(fx.Tracer):
         return known or super().is_leaf_module(m, module_qualified_name)
 
 
-def by_tracing(model: nn.Module) -> tuple[Chains, Mapping[str, int]]:
-    """Record the model with torch.fx, and see what becomes of every convolution's result, whatever the mode."""
+def by_tracing(model: nn.Module, modes: Modes = BOTH) -> Seen:
+    """Record the model with torch.fx, and see what becomes of every convolution's result, in all of the modes."""
     inner = unwrap(model)
     if inner is not model:
         names = {module: name for name, module in model.named_modules()}
-        chains, calls = by_tracing(inner)
+        seen = by_tracing(inner, modes)
         full = {name: f"{names[inner]}.{name}" for name, _ in inner.named_modules(remove_duplicate=False)}
-        chains = {full[name]: [full.get(one, one) for one in chain] for name, chain in chains.items()}
-        return chains, {full[str(name)]: count for name, count in calls.items()}
+        return Seen(
+            {full[name]: [full.get(one, one) for one in chain] for name, chain in seen.chains.items()},
+            {full[name]: count for name, count in seen.calls.items()},
+            {full[name]: full.get(source, source) for name, source in seen.sources.items()},
+            frozenset(full[name] for name in seen.read),
+        )
     found = []
-    for training in (True, False):
+    for training in modes:
         with in_mode(model, training):
             found.append(_traced(model))
-    return _in_both(*found)
+    return _in_all(found)
 
 
-def by_running(model: nn.Module, example_input: Any) -> tuple[Chains, Mapping[str, int]]:
-    """Run the model, and see what becomes of every convolution's result, whatever the mode."""
-    evaluated = _ran(model, example_input, training=False)
-    try:
-        return _in_both(_ran(model, example_input, training=True), evaluated)
-    except Exception as error:
-        message = " ".join(str(error).split())
-        raise OnlyInEvaluation(f"{type(error).__name__}: {message[:200]}") from error
+def by_running(model: nn.Module, example_input: Any, modes: Modes = BOTH) -> Seen:
+    """Run the model, and see what becomes of every convolution's result, in all of the modes."""
+    found = [_ran(model, example_input, training=False)]
+    if True in modes:
+        try:
+            found.append(_ran(model, example_input, training=True))
+        except Exception as error:
+            message = " ".join(str(error).split())
+            raise OnlyInEvaluation(f"{type(error).__name__}: {message[:200]}") from error
+    return _in_all(found)
 
 
 class OnlyInEvaluation(RuntimeError):
     """A model runs on an example in evaluation, but not in training."""
 
 
-def _in_both(in_training: _Found, in_evaluation: _Found) -> _Found:
-    """Return what becomes of results in training as in evaluation. A chain ends where the two differ."""
+def _in_all(found: list[Seen]) -> Seen:
+    """Return what becomes of results in one mode as in the other. A chain ends where the two differ."""
+    one, other = found[0], found[-1]
     chains: Chains = {}
-    for name in {**in_training[0], **in_evaluation[0]}:
-        one, other = (found[0].get(name) for found in (in_training, in_evaluation))
-        if one is None or other is None:  # it is called in one of the modes only
-            chains[name] = one or other or []
+    for name in {**one.chains, **other.chains}:
+        here, there = one.chains.get(name), other.chains.get(name)
+        if here is None or there is None:  # it is called in one of the modes only
+            chains[name] = here or there or []
             continue
-        same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
-        chains[name] = one if one == other else [*same, f"{END}what follows is not the same in training"]
-    return chains, Counter(in_training[1]) | Counter(in_evaluation[1])
+        same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))]
+        chains[name] = here if here == there else [*same, f"{END}what follows is not the same in training"]
+    calls = {name: max(one.calls.get(name, 0), other.calls.get(name, 0)) for name in {**one.calls, **other.calls}}
+    return Seen(chains, Counter(calls), {**one.sources, **other.sources}, one.read | other.read)
 
 
-def _traced(model: nn.Module) -> _Found:
+def _traced(model: nn.Module) -> Seen:
     graph = _Tracer().trace(model)
-    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    calling: list[Any] = [node for node in graph.nodes if node.op == "call_module"]
+    calls = Counter(node.target for node in calling)
     modules = dict(model.named_modules(remove_duplicate=False))
     chains: Chains = {}
-    for node in graph.nodes:
-        if node.op != "call_module" or not isinstance(modules[node.target], Decoupled):
+    for node in calling:
+        if not isinstance(modules[node.target], Decoupled):
             continue
         if calls[node.target] > 1:
             chains[node.target] = [f"{END}called {calls[node.target]} times"]
@@ -93,7 +145,18 @@ def _traced(model: nn.Module) -> _Found:
             if len(chain) > 4:
                 break
         chains[node.target] = chain
-    return chains, calls
+    norms = [node for node in calling if isinstance(modules[node.target], BatchNorm)]
+    read = {node.target.rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+    return Seen(chains, calls, {node.target: _source(node, modules) for node in norms}, frozenset(read))
+
+
+def _source(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    """Return what makes the input of a call, but for modules that hand it through."""
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        if node.op != "call_module" or type(modules[str(node.target)]) is not nn.Identity:
+            break
+    return str(node.target) if node.op == "call_module" else node.name
 
 
 def _may_be_shared(module: nn.Module) -> bool:
@@ -107,8 +170,8 @@ def _end(readers: list[str]) -> str:
     return f"{END}its result is read by {few or 'the caller'}"
 
 
-def _ran(model: nn.Module, example_input: Any, training: bool) -> _Found:
-    flow, returned = run_once(model, example_input, model.modules(), training)
+def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:
+    flow, returned = run_once(model, example_input, model.modules(), model.parameters(), training)
     names = {module: name for name, module in model.named_modules()}
     calls = Counter(one.module for one in flow.calls)
     made = {one.module: one.output for one in flow.calls if one.output is not None}
@@ -143,4 +206,15 @@ def _ran(model: nn.Module, example_input: Any, training: bool) -> _Found:
                 break
             current = output
         chains[name] = chain
-    return chains, {names[module]: count for module, count in calls.items()}
+    makers: dict[Made | None, str] = {None: "other code"}
+    for one in flow.calls:  # the innermost module comes first
+        makers.setdefault(one.output, names[one.module])
+    norms = [one for one in flow.calls if isinstance(one.module, BatchNorm)]
+    sources = {names[one.module]: makers[one.input] for one in norms}
+    read = set()
+    for module, name in names.items():
+        found = [flow.of(parameter) for parameter in module._parameters.values()]
+        readers = {reader for made in found if made is not None for reader in made.readers} - {module}
+        if any(not isinstance(reader, Decoupled) for reader in readers):  # which does a norm's work, in a Block
+            read.add(name)
+    return Seen(chains, {names[module]: count for module, count in calls.items()}, sources, frozenset(read))

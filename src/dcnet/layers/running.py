@@ -51,6 +51,12 @@ class Flow(TorchFunctionMode):
         reference, made = self._known.get(id(value), (None, None))
         return made if reference is not None and reference() is value else None  # another may have had that id
 
+    def watch(self, tensor: Tensor) -> Made:
+        """Note from now on who reads a tensor."""
+        made = Made()
+        self._known[id(tensor)] = weakref.ref(tensor), made
+        return made
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let what is read for a while not count."""
@@ -80,8 +86,7 @@ class Flow(TorchFunctionMode):
         _, given = self._running.pop()
         made = self.of(output)
         if made is None and isinstance(output, Tensor):
-            made = Made()
-            self._known[id(output)] = weakref.ref(output), made
+            made = self.watch(output)
         self.calls.append(Call(module, given, len(inputs) == 1, made))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,13 +100,19 @@ class Flow(TorchFunctionMode):
 
 
 def run_once(
-    model: nn.Module, example_input: Any, modules: Iterable[nn.Module], training: bool = False
+    model: nn.Module,
+    example_input: Any,
+    modules: Iterable[nn.Module],
+    tensors: Iterable[Tensor] = (),
+    training: bool = False,
 ) -> tuple[Flow, set[Made]]:
     """Call the model with the example; return what the modules did, and what the model returned.
 
-    In training mode buffers and random numbers are put back afterwards.
+    In training mode buffers and random numbers are put back afterwards. tensors: others to watch, such as parameters.
     """
     flow = Flow(modules)
+    for tensor in tensors:
+        flow.watch(tensor)
     with torch.no_grad(), (_tried if training else evaluating)(model), flow:
         outputs = call(model, example_input)
     return flow, {made for value in tree_leaves(outputs) if (made := flow.of(value)) is not None}

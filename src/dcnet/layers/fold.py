@@ -1,0 +1,167 @@
+"""Fold BatchNorms into the plain layers right before them, wherever in a model's code the two are called."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+
+from dcnet.layers.block import Block
+from dcnet.layers.chain import Chain
+from dcnet.layers.fuse import crossed_by
+from dcnet.layers.fusion import Place, is_timm_norm
+from dcnet.layers.other_code import merging_method
+from dcnet.layers.readers import END, Seen
+from dcnet.util.compat import BatchNorm, hooked
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(eq=False)
+class _Pair:
+    """A layer and the BatchNorm that alone gets its output, both by name."""
+
+    layer: str
+    norm: str
+    place: Place  # of the BatchNorm
+    crossed: tuple[nn.Module, ...] = ()  # the modules that hold one of them only
+
+
+def fold_(model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, why: str) -> tuple[dict[str, str], list[str]]:
+    """Fold the BatchNorms behind these plain layers, in place, where that is safe.
+
+    Args:
+        model: the model.
+        layers: the layers that were made plain, by name.
+        seen: what was known of the model's code before they were.
+        why: why that is not all; empty if it is.
+
+    Returns:
+        The names of the folded BatchNorms by those of their layers, and notes on the others, with the reasons.
+    """
+    folded: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    uses = Counter(modules.values())
+    owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
+    for pair in _pairs(model, layers, seen, modules):
+        layer, norm = layers[pair.layer], pair.place.module
+        reason = _reason_not_to_fold(layer, norm, isinstance(pair.place.parent, Block))
+        if uses[layer] > 1 or uses[norm] > 1:
+            reason = reason or "one of them is used in several places"
+        if any(owners[p] > 1 for p in layer._parameters.values() if p is not None):
+            reason = reason or f"the parameters of {pair.layer} are those of another module too"
+        if any(hooked(module) for module in (layer, norm, *pair.crossed)):
+            reason = reason or "one of them has hooks, which would see something else"
+        if merged_by := _merged_by(pair.norm, modules):
+            reason = reason or f"{merged_by} merges them, and would not find it"
+        if {pair.layer, pair.norm} & seen.read:
+            reason = reason or "other code reads the parameters of one of them"
+        if reason:
+            reasons[pair.norm] = f"{pair.norm} was not folded into {pair.layer}: {reason}"
+            continue
+        _fold_into(layer, norm)
+        pair.place.parent._modules[pair.place.name] = None if isinstance(pair.place.parent, Block) else rest_of(norm)
+        folded[pair.layer] = pair.norm
+    left = [name for name, module in model.named_modules() if isinstance(module, BatchNorm) and name not in reasons]
+    return folded, [*reasons.values(), *_other_reasons(left, layers, seen, why)]
+
+
+def _other_reasons(norms: list[str], layers: Mapping[str, nn.Module], seen: Seen, why: str) -> list[str]:
+    """Return why BatchNorms that follow no plain layer alone were not folded."""
+    if norms and why:
+        return [f"{', '.join(norms)}: not folded, since it is not known what they follow; {why}"]
+    notes = []
+    for name in norms:
+        source = seen.sources.get(name, "")
+        if source in layers:
+            chain = [one for one in seen.chains.get(source, []) if one != name]
+            ends = chain[0].removeprefix(END) if chain and chain[0].startswith(END) else "other modules come between"
+            notes.append(f"{name} was not folded into {source}: {ends}")
+        elif source not in seen.chains:  # behind a layer that was left, that layer says why
+            behind = f"it follows {source}, no layer that was made plain" if source else "it is not called"
+            notes.append(f"{name} was not folded: {behind}")
+    return notes
+
+
+def _pairs(
+    model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, modules: Mapping[str, nn.Module]
+) -> list[_Pair]:
+    """Return the layers that a BatchNorm follows: in a `Block`, in an `nn.Sequential`, and in other code."""
+    names = {layer: name for name, layer in layers.items()}
+    pairs: dict[str, _Pair] = {}
+    in_blocks = {parent.conv for parent in model.modules() if isinstance(parent, Block)}
+    for path, parent in model.named_modules():
+        for layer, place, norm in _neighbors(parent):
+            if layer in names and isinstance(norm, BatchNorm):
+                whole = f"{path}.{place}".lstrip(".")
+                pairs.setdefault(names[layer], _Pair(names[layer], whole, Place(parent, place)))
+    for name, layer in layers.items():
+        chain = [one for one in seen.chains.get(name, []) if type(modules.get(one)) is not nn.Identity]
+        # a Block may have done more than its layer before the next module saw the result
+        if name in pairs or layer in in_blocks or not chain or not isinstance(modules.get(chain[0]), BatchNorm):
+            continue
+        parent, _, place = chain[0].rpartition(".")
+        crossed = tuple(modules[one] for one in crossed_by([name, chain[0]]))
+        pairs[name] = _Pair(name, chain[0], Place(modules[parent], place), crossed)
+    return list(pairs.values())
+
+
+def _neighbors(parent: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return pairs of modules of which the second is the only one that gets the output of the first.
+
+    Each pair is (first, name of the second, second).
+    """
+    if isinstance(parent, Block):
+        return [] if parent.norm is None else [(parent.conv, "norm", parent.norm)]
+    if not isinstance(parent, nn.Sequential) or type(parent).forward not in (nn.Sequential.forward, Chain.forward):
+        return []
+    return [(one, name, other) for (_, one), (name, other) in pairwise(parent._modules.items()) if one and other]
+
+
+def _reason_not_to_fold(layer: nn.Module, norm: Any, in_block: bool) -> str:
+    if norm.training or layer.training:
+        return "it is in training mode; model.eval() first"
+    if norm.running_mean is None:
+        return "it keeps no running averages"
+    if rest_of(norm) is None:
+        return f"it is a {type(norm).__name__}, which may compute something else"
+    if isinstance(layer, nn.Linear) and not in_block:
+        return "behind a linear layer it may be another dimension that it normalizes"
+    return ""
+
+
+def _merged_by(norm: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return which method of a module around a BatchNorm merges it into the convolution before; empty if none does."""
+    around = ["", *(norm[:at] for at, sign in enumerate(norm) if sign == ".")]
+    methods = {name: merging_method(modules[name]) for name in around}
+    return next((f"{name or 'model'}.{method}()" for name, method in methods.items() if method), "")
+
+
+def rest_of(norm: nn.Module) -> nn.Module | None:
+    """Return what is left of a BatchNorm once it is folded; None for an unknown class.
+
+    Of timm's BatchNorm, dropout and activation are left.
+    """
+    if type(norm) not in BATCH_NORMS and not is_timm_norm(norm):
+        return None
+    inside = [(name, module) for name in ("drop", "act") if (module := norm._modules.get(name)) is not None]
+    rest = nn.Sequential(OrderedDict(inside)) if inside else nn.Identity()
+    rest.training = norm.training  # not .train(): the modes of what is inside are its own
+    return rest
+
+
+@torch.no_grad()
+def _fold_into(layer: nn.Module, norm: Any) -> None:
+    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear)
+    fuse = fuse_linear_bn_weights if isinstance(layer, nn.Linear) else fuse_conv_bn_weights
+    weight, bias = fuse(layer.weight, layer.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    layer.weight.copy_(weight)
+    if layer.bias is None:
+        layer.bias = nn.Parameter(bias.detach().to(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
+    else:
+        layer.bias.copy_(bias)
