@@ -428,3 +428,32 @@ def test_the_norm_is_computed_once(monkeypatch):
     monkeypatch.setattr(nn.BatchNorm2d, "forward", lambda *_: pytest.fail("BatchNorm computed"))
     monkeypatch.setattr(nn.SiLU, "forward", lambda *_: pytest.fail("SiLU computed"))
     net(torch.randn(2, 6, 8, 8))
+
+
+class Caching(nn.Module):
+    """Keeps what it has computed for a device, as timm's LeViT does, and the sizes and the last of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.bias = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Parameter(torch.ones(3, 1, 1))
+        self.cache, self.sizes = {"cpu": self.bias}, []
+
+    def forward(self, x):
+        key = str(x.device)
+        self.cache[key] = self.bias * 2.0
+        self.sizes.append(x.shape)
+        self.last = x
+        return self.bn(self.conv(x)) + self.cache[key]
+
+
+def test_recording_leaves_nothing_in_a_model():
+    """torch.fx runs the model's code on stand-ins for tensors, which cannot be copied later."""
+    model = Caching().eval()
+    cache, sizes, attributes = model.cache, model.sizes, set(vars(model))
+    assert dcnet.decouple_(model).fused.fused == {"conv": ["bn"]}
+    assert model.cache is cache
+    assert list(cache) == ["cpu"]
+    assert cache["cpu"] is model.bias
+    assert model.sizes is sizes == []
+    assert set(vars(model)) == attributes
+    copy.deepcopy(model)

@@ -1,7 +1,8 @@
 """Find which modules a convolution's result goes through, one after the other: by torch.fx, or by running the model."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -120,7 +121,8 @@ def _in_all(found: list[Seen]) -> Seen:
 
 
 def _traced(model: nn.Module) -> Seen:
-    graph = _Tracer().trace(model)
+    with _undisturbed(model):
+        graph = _Tracer().trace(model)
     calling: list[Any] = [node for node in graph.nodes if node.op == "call_module"]
     calls = Counter(node.target for node in calling)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -148,6 +150,25 @@ def _traced(model: nn.Module) -> Seen:
     norms = [node for node in calling if isinstance(modules[node.target], BatchNorm)]
     read = {node.target.rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
     return Seen(chains, calls, {node.target: _source(node, modules) for node in norms}, frozenset(read))
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Take back at the end what the code of modules stores in them: caches would keep stand-ins for tensors."""
+    stores = [one for m in model.modules() for one in (vars(m), *vars(m).values()) if isinstance(one, dict | list)]
+    before = [(store, store.copy()) for store in stores]
+    try:
+        yield
+    finally:
+        for store, old in before:
+            if len(store) == len(old) and all(a is b for a, b in zip(_values(store), _values(old), strict=True)):
+                continue
+            store.clear()
+            store.extend(old) if isinstance(store, list) else store.update(old)
+
+
+def _values(store: Any) -> list[Any]:
+    return list(store) if isinstance(store, list) else [*store, *store.values()]
 
 
 def _source(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
