@@ -203,6 +203,12 @@ def test_the_readmes_networks(monkeypatch):
     assert len(table.splitlines()) == 2 + len(networks.NETWORKS)
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert readme.split(networks.BEGIN)[1].split(networks.END)[0].strip() == table
+    for network in networks.NETWORKS:  # what is measured is what a row says
+        for kind, operator in (("plain", ""), ("decoupled", "tanh + cosine")):
+            case = network.case(kind)
+            assert case.how == ("compiled" if "torch.compile" in network.mode else "")
+            assert case.mode == ("inference" if "inference" in network.mode else "training step")
+            assert (case.operator, case.batch) == (operator, network.batch)
     # of a row, the records of its last commit
     row = dict(zip(("model", "batch", "mode"), networks.NETWORKS[0], strict=True)) | {"host_code": "C++"}
     newer = [
