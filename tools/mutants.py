@@ -772,7 +772,7 @@ MUTANTS = [
     Mutant(
         "graph sums: Inductor told of the sum",
         "ops/fused/graph_sums.py",
-        'if "eager_input_vals" in node.meta:',
+        "if EAGER_INPUTS in node.meta:",
         "if False:",
         "test_graph_sums.py",
     ),

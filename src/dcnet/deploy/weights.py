@@ -17,6 +17,7 @@ from dcnet.formulas.sources import FILE, check_source, execute_source, formula_n
 from dcnet.layers import conversion_of, restore_conversion_
 from dcnet.layers.candidates import refuse_wrapped
 from dcnet.layers.wrappers import unwrap
+from dcnet.util.text import few
 from dcnet.version import __version__
 
 FORMAT = "dcnet converted 1"
@@ -101,8 +102,3 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
     except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(f"{path} is damaged: its metadata cannot be read") from error
     return tensors, about, metadata.get("formulas")
-
-
-def few(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

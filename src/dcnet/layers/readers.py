@@ -13,6 +13,7 @@ from dcnet.layers.fusion import IDEMPOTENT, Following, activation_of, is_timm_no
 from dcnet.layers.running import Call, Made, in_mode, run_once
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
+from dcnet.util.text import few
 
 # The modules that a convolution's result goes through one after the other, each the only reader. The last entry may be
 # a reason why the chain ends.
@@ -187,8 +188,7 @@ def _may_be_shared(module: nn.Module) -> bool:
 
 def _end(readers: list[str]) -> str:
     """Return the end of a chain: who reads its result."""
-    few = ", ".join(readers[:3]) + (f" and {len(readers) - 3} more" if len(readers) > 3 else "")
-    return f"{END}its result is read by {few or 'the caller'}"
+    return f"{END}its result is read by {few(readers) or 'the caller'}"
 
 
 def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-_INSIDE = "_orig_mod"  # where torch.compile keeps the model; its class would have to be imported with all of Dynamo
+from dcnet.util.compat import compiled_model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -13,7 +13,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
-        elif type(model).__name__ == "OptimizedModule" and _INSIDE in model._modules:
-            model = model.get_submodule(_INSIDE)
+        elif (inside := compiled_model(model)) is not None:
+            model = inside
         else:
             return model

@@ -52,8 +52,9 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
         )
     origin = origin_of(source)
     if origin.conversion is not None:
-        ours = origin.exported and not external and conversion_of(build_model(recipe, shape)) == origin.conversion
-        if not ours:  # then it is as the recipe makes it, and was never converted
+        # An exported network names all its decoupled layers, also one that the recipe makes with them by itself
+        made_so = origin.exported and not external and conversion_of(build_model(recipe, shape)) == origin.conversion
+        if not made_so:
             return _as_it_was(recipe, shape, source, origin)
     if not external and not recipe.calibrate and not recipe.where:
         model = build_model(recipe, shape)

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from dcnet.deploy.weights import FORMAT as CONVERTED
-from dcnet.deploy.weights import conversion_in, few
+from dcnet.deploy.weights import conversion_in
 from dcnet.formulas.sources import check_source, execute_source
 from dcnet.robustness.records import check_up_at, eps_of
 from dcnet.training.checkpoint import FORMAT as CHECKPOINT
@@ -22,6 +22,7 @@ from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import recorded
 from dcnet.training.run import OPERATOR, Conversion, Run, build_model
 from dcnet.util.files import write_atomically
+from dcnet.util.text import few
 
 WEIGHTS = "dcnet weights 1"
 LIBRARY = "library"

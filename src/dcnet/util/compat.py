@@ -69,6 +69,14 @@ def is_grads_batched(gradient: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
+def compiled_model(module: nn.Module) -> nn.Module | None:
+    """Return the model that torch.compile has wrapped; None where it has not.
+
+    By names (2.11, 2.13): its class would have to be imported with all of Dynamo.
+    """
+    return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+
+
 def hooked(module: nn.Module) -> bool:
     """Tell whether hooks may change what goes into a module or comes out of it, or the gradients there.
 
@@ -225,6 +233,10 @@ def kernel_launch_address() -> int:
     address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
     assert address is not None
     return address
+
+
+# Where a node of Inductor's graphs keeps what its arguments were in eager mode, by which it chooses memory orders (2.11)
+EAGER_INPUTS = "eager_input_vals"
 
 
 def rewrite_in_inductor(operator: Any, rewrite: Callable[[Any], None]) -> None:

@@ -1,6 +1,7 @@
 """Names and messages as a terminal, a page or a figure can show them."""
 
 import unicodedata
+from collections.abc import Sequence
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _DIRECTIONS = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}  # which turn around what follows them
@@ -26,3 +27,8 @@ def _only_bytes(text: str) -> bool:
 
 def _controls(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") or letter in _DIRECTIONS
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

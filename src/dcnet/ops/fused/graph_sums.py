@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch.fx import Node
 
-from dcnet.util.compat import rewrite_in_inductor
+from dcnet.util.compat import EAGER_INPUTS, rewrite_in_inductor
 
 
 def rewrite_sums() -> None:
@@ -25,6 +25,7 @@ def rewrite_sums() -> None:
 
 @cache
 def _rewrite_sums() -> None:
+    # take_sum is looked up at every call: a test that watches it registers nothing that would stay
     rewrite_in_inductor(torch.ops.dcnet.decoupled_backward.default, lambda node: take_sum(node))
 
 
@@ -39,9 +40,9 @@ def take_sum(node: Node) -> None:
     if len(parts) < 2:
         return  # Inductor computes the sum together with a summand
     node.args = (*parts, *rest)
-    if "eager_input_vals" in node.meta:  # by which Inductor chooses memory orders
-        (_, _, *others), options = node.meta["eager_input_vals"]
-        node.meta["eager_input_vals"] = ((*[part.meta["val"] for part in parts], *others), options)
+    if EAGER_INPUTS in node.meta:
+        (_, _, *others), options = node.meta[EAGER_INPUTS]
+        node.meta[EAGER_INPUTS] = ((*[part.meta["val"] for part in parts], *others), options)
     total.graph.erase_node(total)
 
 
