@@ -235,7 +235,7 @@ def kernel_launch_address() -> int:
     return address
 
 
-# Where a node of Inductor's graphs keeps what its arguments were in eager mode, by which it chooses memory orders (2.11)
+# Where a node of Inductor's graphs keeps what its arguments were in eager mode, to choose memory orders by (2.11)
 EAGER_INPUTS = "eager_input_vals"
 
 
