@@ -17,7 +17,7 @@ from test_cli import call
 
 import dcnet
 from dcnet.layers import decoupled_layers
-from dcnet.tables import SCHEDULES, TABLES, Ledger, Runner, find_table, markdown, page, plan, runner
+from dcnet.tables import SCHEDULES, TABLES, Ledger, Runner, find_table, in_order, markdown, page, plan, runner
 from dcnet.tables.ledger import identity
 from dcnet.training import build_model, change
 
@@ -322,7 +322,7 @@ def test_an_attacked_table(tmp_path):
     assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
     attacked = records[2]
     assert attacked["recipe"]["magnitude"] == "tanh"
-    assert (attacked["from"], attacked["images"]) == ("black-box-natural-baseline-digits-smoke-float32-seed-1", 32)
+    assert (attacked["from"], attacked["images"]) == ("robustness-natural-baseline-digits-smoke-float32-seed-1", 32)
     assert set(attacked["attacks"]) == {"fgsm", "bim"}
     (kept,) = dcnet.Run(tmp_path / attacked["run"]).attacks
     assert kept["transfer"]
@@ -340,6 +340,18 @@ def test_an_attacked_table(tmp_path):
     assert [record.get("setup") for record in records] == [None, None, "from Natural, Baseline"]
     clean = call("table", "black-box", *arguments, "--match", "Natural: no attack, TanhConv", "--list")
     assert "done     Natural: no attack, TanhConv, seed 0" in clean.output
+    white = call("table", "white-box", *arguments, "--match", "Natural: FGSM, predicted labels, TanhConv", "--list")
+    assert white.output.count("  missing  ") == 1  # the attack: the other table has trained the network
+
+
+def test_tables_of_the_same_networks_train_them_once(tmp_path):
+    tables = [TABLES["white-box"], TABLES["black-box"]]
+    plans = [plan(table, Ledger(tmp_path / "none"), tmp_path, "paper", [0, 1]) for table in tables]
+    tasks = in_order(task for one in plans for task in one.missing)
+    recipes = [identity(task.recipe) for task in tasks if task.setup is None]
+    assert len(recipes) == len(set(recipes)) == 2 * 16 + 2  # and the baselines of seed 2, that images are made on
+    attacked = {task.folder for task in tasks if task.setup is not None}
+    assert attacked <= {task.folder for task in tasks if task.setup is None}
 
 
 def test_an_attack_on_the_last_network(tmp_path):

@@ -21,6 +21,7 @@ from dcnet.tables import (
     check_matches,
     costs,
     find_table,
+    in_order,
     markdown,
     page,
     plan,
@@ -123,7 +124,7 @@ def table(
             return
         seconds = _seconds(budget)
         options = {"data_root": data_root, "download": download, "device": device}
-        tasks = [task for one in plans for task in one.missing]
+        tasks = in_order(task for one in plans for task in one.missing)
         runner = Runner(book, say, options, keep_weights, keep_records)
         if under_torchrun():
             runner.run_together(tasks, seconds)

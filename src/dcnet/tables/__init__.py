@@ -2,7 +2,7 @@
 
 from dcnet.tables.ledger import Entry, Ledger
 from dcnet.tables.paper import TABLES, find_table
-from dcnet.tables.plan import Plan, Task, check_matches, costs, plan
+from dcnet.tables.plan import Plan, Task, check_matches, costs, in_order, plan
 from dcnet.tables.render import markdown, page, settings_of
 from dcnet.tables.runner import Runner, under_torchrun
 from dcnet.tables.table import SCHEDULES, Cell, Table
@@ -20,6 +20,7 @@ __all__ = [
     "check_matches",
     "costs",
     "find_table",
+    "in_order",
     "markdown",
     "page",
     "plan",

@@ -38,6 +38,7 @@ _BLACK_NUMBERS: Numbers = {
     ("FGSM-trained", "fgsm"): (77.57, 76.29, 78.67, 80.38),
     ("FGSM-trained", "bim"): (78.55, 77.79, 80.59, 82.47),
 }
+_NETWORKS = "robustness"  # the same networks in both tables
 _NAMES = {"none": "no attack", "fgsm": "FGSM", "bim": "BIM", "pgd": "PGD-50×5", "auto": "AutoAttack"}
 
 
@@ -84,6 +85,7 @@ def _white_box() -> Table:
         tuple(cells),
         "accuracy",
         note,
+        _NETWORKS,
     )
 
 
@@ -111,6 +113,7 @@ def _black_box() -> Table:
         tuple(cells),
         "accuracy",
         note,
+        _NETWORKS,
     )
 
 

@@ -1,6 +1,6 @@
 """What is to be done for a table: networks to train, then attacks on them, and what each will cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ class Task:
     title: str
     recipe: Recipe
     folder: Path
-    paper: Any = None
+    paper: Any = field(default=None, compare=False)
     setup: Setup | None = None
     source: Path | None = None  # the run folder of the network that adversarial images are made on
     images: int | None = None  # that are attacked; None for all of them
@@ -78,7 +78,8 @@ def plan(
         """Return the run folder of a network; add the training of it where it is missing."""
         known = identity(recipe)
         if known not in folders:
-            title = f"{table.name}: {name}, {recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
+            how = f"{recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
+            title = f"{table.networks or table.name}: {name}, {how}"
             folders[known] = runs / _slug(title)
             trained = (folders[known] / "result.json").is_file() if needs_weights else False
             if ledger.find(recipe) is None or (needs_weights and not trained):
@@ -104,11 +105,14 @@ def plan(
             made_on = table.source(setup, recipe)
             source = None if made_on is None else network(made_on, setup.name.removeprefix("from "), None, True)
             images = SMOKE_IMAGES if schedule == "smoke" else None
-            task = Task(f"{folder.name}: {setup.name}", recipe, folder, None, setup, source, images)
-            if task not in found.missing:
-                found.missing.append(task)
-    found.missing.sort(key=lambda task: task.setup is not None)  # networks first; the order is otherwise kept
+            found.missing.append(Task(f"{folder.name}: {setup.name}", recipe, folder, None, setup, source, images))
+    found.missing = in_order(found.missing)
     return found
+
+
+def in_order(tasks: Iterable[Task]) -> list[Task]:
+    """Return each task once, networks before attacks; the order is otherwise kept."""
+    return sorted(dict.fromkeys(tasks), key=lambda task: task.setup is not None)
 
 
 def _matching(table: Table, matches: list[str] | None) -> list[Cell]:

@@ -59,6 +59,7 @@ class Table:
     cells: tuple[Cell, ...]
     measure: str = "error"
     note: str = ""
+    networks: str = ""  # the name that tables of the same networks share, so that each network is trained once
 
     @property
     def rows(self) -> list[str]:
