@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from dcnet.bench.cases import Case
@@ -87,8 +88,9 @@ def _ratios(pairs: Iterable[dict[str, dict[str, Any]]], name: str) -> Iterator[f
 
 
 def _span(numbers: list[float], digits: int) -> str:
-    low, high = (f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))
-    return low if low == high else f"{low}–{high}"
+    """Return the median, and the least and the greatest number where they differ."""
+    middle, low, high = (f"{number:.{digits}f}" for number in (median(numbers), min(numbers), max(numbers)))
+    return middle if low == high else f"{middle} ({low}–{high})"
 
 
 if __name__ == "__main__":

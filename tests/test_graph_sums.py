@@ -238,4 +238,4 @@ def test_kernels_of_length_zero(monkeypatch):
         found.append(torch.autograd.grad(layer(x).square().sum(), [x, layer.conv.weight]))
     for eager, traced in zip(*found, strict=True):
         assert traced.isfinite().all()
-        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5 * eager.abs().max().item())

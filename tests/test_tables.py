@@ -158,19 +158,32 @@ def test_a_table_from_end_to_end(tmp_path):
     assert (tmp_path / "pages" / "tables.html").is_file()
 
 
-def test_a_killed_runner_loses_nothing(tmp_path):
-    """Killed by SIGKILL while two cells train: the next call goes on, and every cell is in the ledger once."""
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_runner_loses_nothing(tmp_path, sent):
+    """Stopped while two cells train: the next call goes on, and every cell is in the ledger once.
+
+    A kill takes all processes with it. Other signals reach the runner alone, which stops those that it has started.
+    """
     cells = ["--match", "Baseline, Cosine"]
     arguments = [*QUICK, *cells, "--jobs", "2", "--runs", str(tmp_path)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dcnet", "table", "cnn9", *arguments], stdout=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, "-m", "dcnet", "table", "cnn9", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("*/recipe.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(1.0)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    (os.killpg if sent == signal.SIGKILL else os.kill)(process.pid, sent)
+    said = process.communicate(timeout=120)[1]
+    if sent != signal.SIGKILL:
+        assert process.returncode == 130
+        assert said == "stopped; the same command goes on\n"
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)  # nothing of it runs anymore
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('{"cell": "half a li')  # as a kill in the middle of writing leaves it
     result = run_table(tmp_path, *cells)
@@ -324,6 +337,8 @@ def test_an_attacked_table(tmp_path):
     assert attacked["recipe"]["magnitude"] == "tanh"
     assert (attacked["from"], attacked["images"]) == ("robustness-natural-baseline-digits-smoke-float32-seed-1", 32)
     assert set(attacked["attacks"]) == {"fgsm", "bim"}
+    accuracy = 100.0 - records[0]["error"]  # which is what the table has, and the line beside the paper's number
+    assert f"accuracy on the test images {accuracy:.2f}%" in done.output
     (kept,) = dcnet.Run(tmp_path / attacked["run"]).attacks
     assert kept["transfer"]
     assert kept["attacks"][0]["accuracy"] == attacked["attacks"]["fgsm"]

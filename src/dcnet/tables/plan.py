@@ -18,6 +18,7 @@ class Task:
     recipe: Recipe
     folder: Path
     paper: Any = field(default=None, compare=False)
+    measure: str = field(default="error", compare=False)  # what the table has of it
     setup: Setup | None = None
     source: Path | None = None  # the run folder of the network that adversarial images are made on
     images: int | None = None  # that are attacked; None for all of them
@@ -83,7 +84,7 @@ def plan(
             folders[known] = runs / _slug(title)
             trained = (folders[known] / "result.json").is_file() if needs_weights else False
             if ledger.find(recipe) is None or (needs_weights and not trained):
-                found.missing.append(Task(title, recipe, folders[known], paper))
+                found.missing.append(Task(title, recipe, folders[known], paper, table.measure))
         return folders[known]
 
     for seed in seeds:
@@ -105,7 +106,8 @@ def plan(
             made_on = table.source(setup, recipe)
             source = None if made_on is None else network(made_on, setup.name.removeprefix("from "), None, True)
             images = SMOKE_IMAGES if schedule == "smoke" else None
-            found.missing.append(Task(f"{folder.name}: {setup.name}", recipe, folder, None, setup, source, images))
+            title = f"{folder.name}: {setup.name}"
+            found.missing.append(Task(title, recipe, folder, None, table.measure, setup, source, images))
     found.missing = in_order(found.missing)
     return found
 
@@ -153,7 +155,10 @@ def costs(plans: list[Plan], ledger: Ledger) -> dict[str, float | None]:
 
 
 def _alike(entry: Entry, task: Task) -> bool:
-    kinds = [(r.model, r.data, r.batch, r.steps is None, r.adversarial) for r in (entry.recipe, task.recipe)]
+    kinds = [
+        (r.model, r.data, r.batch, r.steps is None, r.adversarial, r.adversarial_share)
+        for r in (entry.recipe, task.recipe)
+    ]
     return kinds[0] == kinds[1] and entry.setup == (task.setup and task.setup.name)
 
 

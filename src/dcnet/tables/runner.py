@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dcnet.tables.ledger import Ledger, keep_record
 from dcnet.tables.plan import Task
-from dcnet.training import NonFiniteLoss, joined, open_run, save_weights, train
+from dcnet.tables.table import MEASURES
+from dcnet.training import Interrupted, NonFiniteLoss, joined, open_run, save_weights, train
+from dcnet.training.interruption import Interruption
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
 _WORTH_STARTING = 20.0  # seconds below which a cell would do nothing but start
@@ -45,8 +47,10 @@ class Runner:
         until = time.monotonic() + seconds
         waiting, failed = list(tasks), []
         running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
-        try:
+        with _stopped_in_the_end(running), Interruption() as interruption:
             while waiting or running:
+                if interruption.asked:
+                    raise Interrupted
                 for task in [
                     task for task in waiting if task.ended is not None
                 ]:  # by a runner that was killed, or by hand
@@ -80,8 +84,6 @@ class Runner:
                     )
                     break
                 time.sleep(0.1)
-        finally:
-            _stop([process for process, _ in running.values()])
         return failed
 
     def _expected(self, jobs: int, running: int) -> float:
@@ -148,8 +150,12 @@ class Runner:
             words = ", ".join(f"{attack} {accuracy:.2f}%" for attack, accuracy in entry.record["attacks"].items())
         else:
             entry = self.ledger.add(task.title, run, jobs)
-            error = entry.record["error"]
-            words = f"{error:.2f}%" if error is not None else f"not finite at epoch {entry.record['epoch']:.1f}"
+            finite = entry.record["error"] is not None
+            words = (
+                f"{MEASURES[task.measure]} {entry.number(task.measure):.2f}%"
+                if finite
+                else f"not finite at epoch {entry.record['epoch']:.1f}"
+            )
             words += ", which counts as N/C" if entry.diverged else ""
             words += "" if task.paper is None else f" (paper: {task.paper})"
             if self.weights is not None and not entry.diverged:
@@ -168,13 +174,17 @@ def _last_line(log: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ask runs to write a checkpoint and end, and wait until they have."""
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-    for process in processes:
-        process.wait()
+@contextlib.contextmanager
+def _stopped_in_the_end(running: dict[Task, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
+    """Ask what still runs at the end to write a checkpoint and stop, and wait until it has."""
+    try:
+        yield
+    finally:
+        for process, _ in running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for process, _ in running.values():
+            process.wait()
 
 
 def under_torchrun() -> bool:
