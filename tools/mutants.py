@@ -31,6 +31,20 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "gradients that nobody asked for",
+        "util/compat.py",
+        "needed and _will_run(next(nodes))",
+        "needed",
+        "test_wanted_gradients.py",
+    ),
+    Mutant(
+        "gradients by the order of inputs",
+        "util/compat.py",
+        "for node, _ in ctx.next_functions if node is not None)",
+        "for node, _ in reversed(ctx.next_functions) if node is not None)",
+        "test_wanted_gradients.py",
+    ),
+    Mutant(
         "tanh: sign of the slope in n",
         "formulas/magnitudes.py",
         "d = alpha * (1.0 - t * t) * r",

@@ -64,6 +64,23 @@ def release_saved_tensors(ctx: Any) -> None:
     ctx.maybe_clear_saved_tensors()
 
 
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """Return, within an autograd function's backward, for each of its inputs whether anybody waits for the gradient.
+
+    `ctx.needs_input_grad` is also true for kernels when only the gradient of an image is asked for, as by every attack;
+    nodes in C++ know it and save a convolution.
+    """
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # one for each True below, in order
+    return tuple(needed and _will_run(next(nodes)) for needed in ctx.needs_input_grad)
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is a leaf, and `torch.autograd.grad` was asked for it
+        return True
+
+
 def is_grads_batched(gradient: Tensor) -> bool:
     """Tell whether a gradient is a batch of gradients (`is_grads_batched=True`), which no buffer can hold."""
     return torch._C._functorch.is_legacy_batchedtensor(gradient)

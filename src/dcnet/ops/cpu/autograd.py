@@ -16,7 +16,7 @@ from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import compute_dtype, inverse, per_kernel
-from dcnet.util.compat import is_grads_batched, unprepared_apply
+from dcnet.util.compat import is_grads_batched, unprepared_apply, wanted_gradients
 
 
 class AutogradFunctions(Composite):
@@ -132,7 +132,7 @@ class _DotAndSquares(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_dot: Tensor, of_squares: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, w_norm = ctx.saved_tensors
-        g, (want_x, want_unit, *_) = ctx.geometry, ctx.needs_input_grad
+        g, (want_x, want_unit, *_) = ctx.geometry, wanted_gradients(ctx)
         unit = norms.normalized(weight, inverse(w_norm, ctx.eps))
         grad_x, grad_unit = convolution_gradients(of_dot, x, unit, g, want_x, want_unit)
         if grad_x is not None:

@@ -30,7 +30,7 @@ from dcnet.ops.geometry import Geometry, convolve
 from dcnet.ops.inputs import Inputs
 from dcnet.ops.norms import compute_dtype, inverse, never_zero
 from dcnet.ops.operator import Operator
-from dcnet.util.compat import is_grads_batched, unprepared_apply
+from dcnet.util.compat import is_grads_batched, unprepared_apply, wanted_gradients
 
 _CHUNK = 131072  # elements for each thread
 _CHUNKS = 4  # at least: eight maps of a chunk are there at once
@@ -215,7 +215,7 @@ class _Depthwise(torch.autograd.Function):
     def backward(ctx: Any, e: Tensor) -> tuple[Any, ...]:
         kind, geometry, eps = ctx.kind, ctx.geometry, ctx.eps
         x, weight, w_norm, kept, y, *vectors = ctx.saved_tensors
-        want_x, _, want_unit, *_ = ctx.needs_input_grad[7:]
+        want_x, _, want_unit, *_ = wanted_gradients(ctx)[7:]
         unit, sums = norms.normalized(weight, inverse(w_norm, eps)), _Sums(geometry, x)
         if torch.is_grad_enabled() or is_grads_batched(e):
             dot, n = convolve(x, unit, None, geometry), _differentiable_norms(x, sums.windows, eps)

@@ -27,7 +27,7 @@ from dcnet.ops.inputs import Inputs
 from dcnet.ops.mean_norm import BatchMean
 from dcnet.ops.norms import inverse
 from dcnet.ops.operator import Operator
-from dcnet.util.compat import is_grads_batched, operations_watched, unprepared_apply
+from dcnet.util.compat import is_grads_batched, operations_watched, unprepared_apply, wanted_gradients
 
 
 def decouple(inputs: Inputs, relu: bool, steps: Composite) -> Tensor | None:
@@ -106,7 +106,7 @@ class _Depthwise(torch.autograd.Function):
     def backward(ctx: Any, e: Tensor, _: Tensor) -> tuple[Any, ...]:
         x, weight, means, y, *vectors = ctx.saved_tensors
         geometry, eps = ctx.geometry, ctx.eps
-        want_x, want_weight, *want_vectors = ctx.needs_input_grad[4:]
+        want_x, want_weight, *want_vectors = wanted_gradients(ctx)[4:]
         if torch.is_grad_enabled() or is_grads_batched(e):
             of_x, of_weight, *of_vectors = _differentiable(ctx, x, weight, vectors, y, e)
         else:

@@ -34,6 +34,7 @@ from dcnet.util.compat import (
     recomputing,
     release_saved_tensors,
     unprepared_apply,
+    wanted_gradients,
 )
 
 Decouple = Callable[[Inputs], Tensor]
@@ -170,7 +171,7 @@ class _Layer(torch.autograd.Function):
         x, weight, rho, numbers, n, d, y, *vectors = ctx.saved_tensors
         plan: Plan = ctx.plan
         around, passes = ctx.programs
-        want_x, want_weight, want_rho, *wanted = ctx.needs_input_grad[6:]
+        want_x, want_weight, want_rho, *wanted = wanted_gradients(ctx)[6:]
         if torch.is_grad_enabled() or is_grads_batched(e):
             return *[None] * 6, *_differentiable(ctx, x, weight, rho, vectors, e)
         of_d, of_n = torch.empty_like(d), torch.empty_like(n)

@@ -20,7 +20,7 @@ from dcnet.ops.fused.once import differentiable_once
 from dcnet.ops.fused.op import forward
 from dcnet.ops.fused.operands import Effects, Operands, Options, Results, for_backward, wanted_output
 from dcnet.ops.fused.plan import Plan, plan_of
-from dcnet.util.compat import unprepared_apply
+from dcnet.util.compat import unprepared_apply, wanted_gradients
 
 
 class _Decoupled(torch.autograd.Function):
@@ -39,7 +39,7 @@ class _Decoupled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *gradients_of_saved(ctx.plan, incoming, ctx.saved_tensors, ctx.needs_input_grad[2:])
+        return None, None, *gradients_of_saved(ctx.plan, incoming, ctx.saved_tensors, wanted_gradients(ctx)[2:])
 
 
 # safe because `dispatch.py` sends function transforms elsewhere
