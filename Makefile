@@ -6,7 +6,7 @@ ECOSYSTEM := .venv-ecosystem
 
 .PHONY: demo test slow lint docs bench ecosystem mutants sanitize clean
 
-## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in under two minutes
+## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in about two minutes
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 

@@ -116,10 +116,9 @@ def test_norms_that_are_not_safe_to_fold_stay():
     report = dcnet.couple_(model)
     assert report.folded == {}
     assert [note.partition(": ")[2] for note in report.notes] == [
-        "one of them is used in several places",
-        "one of them is used in several places",
         "one of them has hooks, which would see something else",
         "it keeps no running averages",
+        "1 is called 2 times",
     ]
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
@@ -292,3 +291,74 @@ def test_what_conversion_had_put_around_a_layer_goes():
     assert "computed from other parameters" in dcnet.couple_(left).left["0"]
     lazy = nn.Sequential(dcnet.LazyDecoupledConv2d(3, 1, magnitude="linear"))
     assert "run the model once" in dcnet.couple_(lazy).left["0"]
+
+
+def _collected(net, x):
+    found = []
+    for module in net.seq:
+        x = module(x)
+        found.append(x)
+    return torch.cat([one.flatten(1) for one in found], 1)
+
+
+CODE_AROUND = {
+    "an addition between": lambda net, x: net.seq[2](net.seq[1](net.seq[0](x) + x)),
+    "every result is read": _collected,
+    "the layer is used twice": lambda net, x: net.seq(x) + net.seq[0](2 * x),
+    "another order": lambda net, x: net.seq[0](net.seq[1](x)),
+}
+
+
+@pytest.mark.parametrize("example", [False, True])
+@pytest.mark.parametrize("code", CODE_AROUND)
+def test_neighbors_in_a_sequential_that_other_code_calls_one_by_one(code, example):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seq = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+
+        def forward(self, x):
+            return CODE_AROUND[code](self, x)
+
+    net, x = Net().eval(), torch.randn(2, 3, 6, 6)
+    net.seq[1].running_mean.normal_()
+    net.seq[1].running_var.uniform_(0.5, 2.0)
+    dcnet.decouple_(net, "linear", "cosine")
+    before = net(x)
+    report = dcnet.couple_(net, example_input=x if example else None)
+    assert report.coupled == ["seq.0"]
+    assert report.folded == {}
+    assert any("seq.1 was not folded" in note for note in report.notes)
+    torch.testing.assert_close(net(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_that_others_need_stay():
+    one, other = (nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(2))
+    other.weight = one.weight
+    model, x = nn.Sequential(one, other).eval(), torch.randn(2, 3, 6, 6)
+    dcnet.decouple_(model, "linear", "cosine", where=lambda name, _: name == "0")
+    before = model(x)
+    report = dcnet.couple_(model)
+    assert report.left == {"0": "its kernels are also those of 1, which needs them as they are"}
+    assert torch.equal(model(x), before)
+    dcnet.decouple_(model, "linear", "cosine", where=lambda name, _: name == "1")  # now both become plain alike
+    before = model(x)
+    assert dcnet.couple_(model).coupled == ["0", "1"]
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_of_its_own_stays():
+    class Doubled(dcnet.DecoupledConv2d):
+        def forward(self, x):
+            return super().forward(x).mul_(2.0)
+
+    model, x = (
+        nn.Sequential(Doubled(3, 4, 3, magnitude="linear"), nn.BatchNorm2d(4), nn.ReLU()).eval(),
+        torch.randn(2, 3, 6, 6),
+    )
+    before = model(x)
+    why = {"0": "its class, Doubled, has a forward of its own"}
+    assert dcnet.fuse_(model).left == why
+    assert torch.equal(model(x), before)
+    assert dcnet.couple_(model).left == why
+    assert torch.equal(model(x), before)

@@ -66,6 +66,9 @@ def worker(rank, port, results):
     local = nn.Sequential(network(), nn.BatchNorm1d(3)).double()
     local(x)
     before = {name: b.clone() for name, b in local.named_buffers()}
+    with pytest.raises(ValueError, match="broadcast_buffers=False"):
+        dcnet.average_statistics_(DistributedDataParallel(network()))
+    assert dcnet.average_statistics_(synced) is synced  # nothing to do, and nothing to complain about
     dcnet.average_statistics_(local)
     after = {name: b.clone() for name, b in local.named_buffers()}
     results[rank] = (y, gradients_of(synced.module), averages, y_uneven, y_lopsided.detach(), before, after)

@@ -3,6 +3,7 @@
 The network is ours, another library's, or the user's own.
 """
 
+import dataclasses
 import json
 import sys
 from importlib.util import find_spec
@@ -114,12 +115,15 @@ def test_a_decoupled_run_goes_on_with_its_own_operator(trained, tmp_path):
     assert (recipe.magnitude, recipe.calibrate) == ("ball", 0)
     second = train(recipe, tmp_path / "second", quiet=True)
     assert set(second.conversion) == set(first.conversion)
-    with pytest.raises(ValueError, match="was converted already: magnitude='ball' there, 'tanh' here"):
+    with pytest.raises(ValueError, match="is decoupled already: magnitude='ball' there, 'tanh' here"):
         train(dcnet.finetune_recipe(str(first.folder), magnitude="tanh", steps=2), tmp_path / "third", quiet=True)
     scratch = train(dcnet.make_recipe("demo", steps=2), tmp_path / "scratch", quiet=True)
+    for calibrate in (0, 2):
+        with pytest.raises(ValueError, match="is decoupled already: magnitude='tanh' there, 'ball' here"):
+            dcnet.finetune_recipe(str(scratch.folder), magnitude="ball", calibrate=calibrate, steps=2)
     with pytest.raises(ValueError, match=r"is decoupled already \(tanh\); possible: a plain network's weights"):
         train(
-            dcnet.finetune_recipe(str(scratch.folder), magnitude="ball", calibrate=2, steps=2),
+            dcnet.finetune_recipe(str(scratch.folder), magnitude="tanh", calibrate=2, steps=2),
             tmp_path / "4",
             quiet=True,
         )
@@ -392,8 +396,10 @@ def test_a_decoupled_network_goes_on_from_a_file(decoupled, tmp_path, file):
     run = train(recipe, tmp_path / "run", quiet=True)
     assert run.accuracy == pytest.approx(decoupled.accuracy, abs=0.3)
     assert set(run.conversion) == {"net.0"}
-    other = dcnet.finetune_recipe(decoupled.recipe.model, str(weights), **{**fields, "magnitude": "seg"})
-    with pytest.raises(ValueError, match=r"was converted already: magnitude='tanh' there, 'seg' here"):
+    with pytest.raises(ValueError, match=r"is decoupled already: magnitude='tanh' there, 'seg' here"):
+        dcnet.finetune_recipe(decoupled.recipe.model, str(weights), **{**fields, "magnitude": "seg"})
+    other = dataclasses.replace(recipe, magnitude="seg")
+    with pytest.raises(ValueError, match=r"is decoupled already: magnitude='tanh' there, 'seg' here"):
         train(other, tmp_path / "other", quiet=True)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 
 import dcnet
 from dcnet.layers import fuse_, unfuse_
@@ -457,3 +458,95 @@ def test_recording_leaves_nothing_in_a_model():
     assert model.sizes is sizes == []
     assert set(vars(model)) == attributes
     copy.deepcopy(model)
+
+
+class Plain(nn.Module):
+    """Code that torch.fx cannot record; between: what is done before the activation."""
+
+    def __init__(self, between=None, start=None, reentrant=True):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.act, self.head = nn.SiLU(), nn.Conv2d(3, 2, 1)
+        self.between, self.start, self.reentrant = between, start, reentrant
+
+    def rest(self, x):
+        return self.head(self.act(self.bn(x) if self.start == "bn" else x))
+
+    def forward(self, x):
+        y = self.conv(x) if x.detach().sum().item() < 1e9 else x
+        if self.start:
+            y = y if self.start == "bn" else self.bn(y)
+            return checkpoint(self.rest, y, use_reentrant=self.reentrant)
+        y = self.bn(y)
+        return self.head(self.act(y if self.between is None else self.between(y)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("start", ["bn", "act"])
+def test_checkpoints_that_begin_behind_a_convolution(start, reentrant):
+    """What is repeated in backward begins with the convolution's finished result, for two inputs in turn."""
+    fused, x = Plain(start=start, reentrant=reentrant), torch.randn(4, 3, 6, 6, requires_grad=True)
+    plain = copy.deepcopy(fused)
+    dcnet.decouple_(plain, fuse=False)
+    dcnet.decouple_(fused, example_input=x.detach())
+    assert fused.conv.fusion is not None
+    for net in (fused, plain):
+        (net(x).square().sum() + net(2 * x).square().sum()).backward()
+    for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("between", [torch.clone, lambda y: y * 0.5, lambda y: nn.functional.avg_pool2d(y, 2)])
+def test_an_activation_that_gets_something_else_later(between):
+    net, x = Plain(), torch.randn(2, 3, 6, 6)
+    dcnet.decouple_(net, example_input=x)
+    net(x)
+    net.between = between
+    with pytest.raises(RuntimeError, match="conv has applied the activation behind it, but its result was changed"):
+        net(x)
+    unfuse_(net)(x)
+
+
+def _unpickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _unpickled])
+def test_parts_of_copies(copied):
+    """They compute what parts of the original do, and a convolution takes no other modules along."""
+    net, x = (
+        nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.SiLU(), nn.Conv2d(6, 4, 3)).eval(),
+        torch.randn(2, 3, 8, 8),
+    )
+    net[1].running_mean.normal_()
+    dcnet.decouple_(net)
+    plain = unfuse_(copy.deepcopy(net))
+    twin = copied(net)
+    assert torch.equal(twin[:2](x), plain[:2](x))  # before all of it has run
+    assert torch.equal(twin[0](x), plain[0](x))
+    assert twin[0].fusion is twin[1].fusions[0] is not None
+    assert torch.equal(twin(x), plain(x))
+    assert torch.equal(copied(net[:2])(x), plain[:2](x))
+    other = Plain()
+    dcnet.decouple_(other, example_input=x)
+    for conv in (net[0], other.conv):
+        alone = copied(conv)
+        assert alone.fusion is None
+        assert b"BatchNorm" not in pickle.dumps(conv)
+    assert torch.equal(copied(other.conv)(x), unfuse_(copied(other)).conv(x))
+
+
+@pytest.mark.parametrize("options", [{"track_running_stats": False}, {"affine": False}, {}])
+@pytest.mark.parametrize("slope", [0, 1, 0.1])
+def test_slopes_behind_any_batch_norm(options, slope):
+    if options == {"affine": False}:
+        options = {"affine": False, "track_running_stats": False}
+    net, x = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, **options), nn.LeakyReLU(slope)),
+        torch.randn(2, 3, 6, 6),
+    )
+    plain = copy.deepcopy(net)
+    dcnet.decouple_(net)
+    dcnet.decouple_(plain, fuse=False)
+    assert net[0].fusion is not None
+    torch.testing.assert_close(net(x), plain(x))

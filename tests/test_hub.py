@@ -122,7 +122,7 @@ def test_files_of_weights_in_commands(run, tmp_path, monkeypatch):
         (["finetune", "cnn9_narrow", "--weights", "NAME"], "has its network with it; possible: dcnet finetune NAME"),
         (["finetune", "NAME", "--weights", "run.safetensors"], "NAME is trained already, and has weights of its own"),
         (["finetune", "NAME", "--calibrate", "2"], "is decoupled already (seg); possible: a plain"),
-        (["finetune", "NAME", "--where", "spatial"], "is decoupled already (seg)"),
+        (["finetune", "NAME", "--where", "spatial"], "is decoupled already: where=() there, ('spatial',) here"),
     ],
 )
 def test_where_a_run_folder_is_needed_the_error_says_so(tmp_path, monkeypatch, arguments, message):

@@ -243,3 +243,23 @@ def test_parameter_groups():
     assert len(dcnet.parameter_groups(nn.Linear(2, 2))) == 1
     with pytest.raises(ValueError, match="weight_decay must be a finite number ≥ 0, got -1"):
         dcnet.parameter_groups(net, weight_decay=-1)
+
+
+def test_weighted_gradients_of_kernels_that_thaw_later():
+    layer, x = dcnet.DecoupledConv2d(3, 4, 3), torch.randn(2, 3, 6, 6)
+    layer(x).square().sum().backward()
+    usual = layer.weight.grad.clone()
+    layer.weight.grad = None
+    layer.weight.requires_grad_(False)
+    with dcnet.weight_gradients_(layer):
+        layer.weight.requires_grad_(True)
+        layer(x).square().sum().backward()
+    norms = layer.weight.detach().flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    torch.testing.assert_close(layer.weight.grad, usual * norms, rtol=1e-3, atol=1e-5)
+
+
+def test_lbfgs_cannot_take_more_groups():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with pytest.raises(ValueError, match="LBFGS, which takes one group of parameters"):
+        dcnet.decouple_(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    assert type(model[0]) is nn.Conv2d

@@ -257,3 +257,29 @@ def test_a_finished_run_says_so(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"run is finished: 0.2 epochs, accuracy {run.accuracy:.2f}%. Nothing is left to do" in shown
     assert f"dcnet train --resume {tmp_path / 'run'} --epochs N" in shown
+    again = f"dcnet train --recipe {tmp_path / 'run' / 'recipe.json'} --run {tmp_path / 'run'} --overwrite"
+    assert again in shown
+    run.checkpoint.unlink()
+    dcnet.train(recipe(steps=1), tmp_path / "run", device="cpu")
+    assert "--epochs N" not in capsys.readouterr().out
+
+
+def test_a_record_without_weights_is_not_trained_again(tmp_path):
+    """As those under results/: to go on from nothing would overwrite what is known of the run."""
+    run = train(tmp_path / "run", epochs=1.0)
+    (run.folder / "attacks.json").write_text("[]")
+    run.checkpoint.unlink()
+    before = {path.name: path.read_bytes() for path in run.folder.iterdir() if path.name != ".lock"}
+    with pytest.raises(ValueError, match=r"is finished, but its weights \(checkpoint.safetensors\) are not there"):
+        train(tmp_path / "run", epochs=2.0, extend=True)
+    assert {path.name: path.read_bytes() for path in run.folder.iterdir() if path.name != ".lock"} == before
+    with pytest.raises(FileNotFoundError, match="is a finished run, but its weights"):
+        run.model  # noqa: B018
+    assert train(tmp_path / "run", epochs=2.0, overwrite=True).result["steps"] == 10
+
+
+def test_no_hint_to_a_length_that_is_over(tmp_path):
+    train(tmp_path / "run", epochs=2.0)
+    with pytest.raises(ValueError, match=r"epochs=2.0 there, 1.0 here") as error:
+        train(tmp_path / "run", epochs=1.0)
+    assert "--resume" not in str(error.value)

@@ -114,7 +114,7 @@ def test_finetune_by_the_command_line(tmp_path):
     assert names_of(dcnet.Run(tmp_path / "again").model) == whole()[1:-1]
     other = call("finetune", tmp_path / "tuned", "--steps", 1, "--where", "spatial", "--run", tmp_path / "other")
     assert other.exit_code == 1
-    assert "was converted already: where=('not-first'" in other.output
+    assert "is decoupled already: where=('not-first'" in other.output
     wrong = call("train", "--recipe", "demo", "--where", "spacial", "--run", tmp_path / "wrong")
     assert wrong.exit_code == 1
     assert "'spacial' is no preset and matches no layer. Did you mean 'spatial'" in wrong.output

@@ -156,7 +156,7 @@ def decouple_(
         if report.fused.fused:
             count, of = len(report.fused.fused), len(chosen)
             report.notes.append(
-                f"{count} of {of} do the work of the BatchNorm behind them too; dcnet.unfuse_ takes that back"
+                f"{count} of {of} do the work of the modules behind them too; dcnet.unfuse_ takes that back"
             )
         if report.fused.unseen:
             report.notes.append(f"none does the work of a BatchNorm behind it: {report.fused.unseen}")

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from dcnet.formulas.angulars import cosine, power_cosine
 from dcnet.formulas.magnitudes import linear, mix, seg
 from dcnet.layers.candidates import plain_class, refuse_wrapped
-from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.decoupled import Decoupled, decoupled_layers, has_own_forward
 from dcnet.layers.fold import fold_
 from dcnet.layers.fuse import unfuse_
 from dcnet.layers.other_code import Refusal
@@ -136,6 +136,11 @@ def couple_(model: nn.Module, fold: bool = True, example_input: Any = None) -> C
             report.left[name] = reason
         else:
             kernels[name] = kernel
+    for name, others in _needed_by_others(model, layers, kernels).items():
+        report.left[name] = (
+            f"its kernels are also those of {', '.join(map(shown, others))}, which needs them as they are"
+        )
+        del kernels[name]
     fold = fold and bool(kernels) and any(isinstance(module, BatchNorm) for module in model.modules())
     seen, why = look(model, example_input, EVALUATION) if fold else (fused, "")
     seen = fused if why else seen
@@ -161,6 +166,8 @@ def _known_from_fusions(model: nn.Module, layers: dict[str, Decoupled]) -> Seen:
 def _reason_to_leave(layer: Decoupled) -> str:
     if inner_product_factor(layer.operator) is None:
         return f"{layer.magnitude} + {layer.angular} is no plain layer"
+    if has_own_forward(layer):
+        return f"its class, {type(layer).__name__}, has a forward of its own"
     if isinstance(layer, LazyModuleMixin):
         return "its shape is not known yet; run the model once"
     if isinstance(layer, DecoupledConv2dSame) and layer.same_pad:
@@ -168,6 +175,22 @@ def _reason_to_leave(layer: Decoupled) -> str:
     if parametrize.is_parametrized(layer) or layer._parameters.get("weight") is None:
         return "its weight is computed from other parameters; take the parametrization off first"
     return ""
+
+
+def _needed_by_others(
+    model: nn.Module, layers: dict[str, Decoupled], kernels: dict[str, Tensor]
+) -> dict[str, list[str]]:
+    """Return the layers whose kernels belong to other modules too that would not become plain in the same way."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in {p for p in module._parameters.values() if p is not None}:
+            owners.setdefault(parameter, []).append(name)
+    found = {}
+    for name, kernel in kernels.items():
+        others = [one for one in owners[layers[name].weight] if one != name]
+        if not all(one in kernels and torch.equal(kernels[one], kernel) for one in others):
+            found[name] = others
+    return found
 
 
 @torch.no_grad()

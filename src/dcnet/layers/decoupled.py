@@ -128,6 +128,10 @@ class Decoupled(nn.Module):
                 values[name] = bounds.value(raw.to(compute_dtype(raw)))
         return values
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied or pickled: without the fusion, which the modules behind this layer bring along."""
+        return {name: value for name, value in vars(self).items() if name != "fusion"}
+
     def _geometry(self) -> Geometry:
         raise NotImplementedError
 
@@ -266,6 +270,11 @@ class Decoupled(nn.Module):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)!r}"
         return text
+
+
+def has_own_forward(layer: Decoupled) -> bool:
+    """Tell whether a layer's class computes something around, or instead of, what our layers do."""
+    return type(layer).forward is not Decoupled.forward
 
 
 def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:

@@ -3,7 +3,6 @@
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from dcnet.layers.block import Block
-from dcnet.layers.chain import Chain
 from dcnet.layers.fuse import crossed_by
 from dcnet.layers.fusion import Place, is_timm_norm
 from dcnet.layers.other_code import merging_method
@@ -91,36 +89,27 @@ def _other_reasons(norms: list[str], layers: Mapping[str, nn.Module], seen: Seen
 def _pairs(
     model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, modules: Mapping[str, nn.Module]
 ) -> list[_Pair]:
-    """Return the layers that a BatchNorm follows: in a `Block`, in an `nn.Sequential`, and in other code."""
+    """Return the layers that a BatchNorm follows: in a `Block`, and in other code as far as that is known.
+
+    That two modules stand side by side in an `nn.Sequential` says little: other code may call them one by one.
+    """
     names = {layer: name for name, layer in layers.items()}
-    pairs: dict[str, _Pair] = {}
-    in_blocks = {parent.conv for parent in model.modules() if isinstance(parent, Block)}
-    for path, parent in model.named_modules():
-        for layer, place, norm in _neighbors(parent):
-            if layer in names and isinstance(norm, BatchNorm):
-                whole = f"{path}.{place}".lstrip(".")
-                pairs.setdefault(names[layer], _Pair(names[layer], whole, Place(parent, place)))
+    blocks = {path: module for path, module in model.named_modules() if isinstance(module, Block)}
+    pairs = [
+        _Pair(names[block.conv], f"{path}.norm".lstrip("."), Place(block, "norm"))
+        for path, block in blocks.items()
+        if block.conv in names and isinstance(block.norm, BatchNorm)
+    ]
+    in_blocks = {block.conv for block in blocks.values()}
     for name, layer in layers.items():
         chain = [one for one in seen.chains.get(name, []) if type(modules.get(one)) is not nn.Identity]
         # a Block may have done more than its layer before the next module saw the result
-        if name in pairs or layer in in_blocks or not chain or not isinstance(modules.get(chain[0]), BatchNorm):
+        if layer in in_blocks or not chain or not isinstance(modules.get(chain[0]), BatchNorm):
             continue
         parent, _, place = chain[0].rpartition(".")
         crossed = tuple(modules[one] for one in crossed_by([name, chain[0]]))
-        pairs[name] = _Pair(name, chain[0], Place(modules[parent], place), crossed)
-    return list(pairs.values())
-
-
-def _neighbors(parent: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return pairs of modules of which the second is the only one that gets the output of the first.
-
-    Each pair is (first, name of the second, second).
-    """
-    if isinstance(parent, Block):
-        return [] if parent.norm is None else [(parent.conv, "norm", parent.norm)]
-    if not isinstance(parent, nn.Sequential) or type(parent).forward not in (nn.Sequential.forward, Chain.forward):
-        return []
-    return [(one, name, other) for (_, one), (name, other) in pairwise(parent._modules.items()) if one and other]
+        pairs.append(_Pair(name, chain[0], Place(modules[parent], place), crossed))
+    return pairs
 
 
 def _reason_not_to_fold(layer: nn.Module, norm: Any, in_block: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dcnet.layers.block import Block
-from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.decoupled import Decoupled, decoupled_layers, has_own_forward
 from dcnet.layers.fusion import (
     IDEMPOTENT,
     Following,
@@ -75,8 +75,10 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     places, counts = _places(model)
     inside = {name + ".conv" * bool(name) for name, module in model.named_modules() if isinstance(module, Block)}
     inside |= {"conv"} if isinstance(model, Block) else set()
-    wanted = {name: layer for name, layer in names.items() if name and name not in inside}
+    own = {name: type(layer).__name__ for name, layer in names.items() if has_own_forward(layer)}
+    wanted = {name: layer for name, layer in names.items() if name and name not in inside and name not in own}
     report.left |= {name: "part of a Block already" for name in names if name in inside}
+    report.left |= {name: f"its class, {kind}, has a forward of its own" for name, kind in own.items()}
     if "" in names:
         report.left[""] = "the model itself"
     if not wanted:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.decoupled import Decoupled, has_own_forward
 from dcnet.layers.fusion import Fusion, activation_of
 from dcnet.layers.own_code import Source, record
 from dcnet.ops import activate
@@ -44,7 +44,7 @@ def rewritten_code(module: nn.Module) -> Code | None:
     additions: dict[str, list[str]] = {}
     for node in list(graph.nodes):
         layer = _called(modules, node)
-        if not isinstance(layer, Decoupled) or not layer.fusion or type(layer).forward is not Decoupled.forward:
+        if not isinstance(layer, Decoupled) or not layer.fusion or has_own_forward(layer):
             continue
         chain = _chain(modules, node, layer.fusion)
         if chain is None:

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 
 from dcnet.layers.post_ops import post_ops_of
 from dcnet.ops import ONLY, PostOps
-from dcnet.util.compat import hooked
+from dcnet.util.compat import backward_pass, hooked
 
 # What computes the same when it is applied twice: one module may then stand behind several convolutions
 IDEMPOTENT = ("relu", "relu6")
@@ -65,6 +65,7 @@ class _Waiting(threading.local):
     norm: bool = False  # whether the norm is to hand the next input through
     activation: bool = False
     result: "ReferenceType[Tensor] | None" = None  # what the convolution has returned
+    backward: int = -1  # the backward pass in which it was called last; -1 outside of one
 
 
 EAGER = "eager"  # set by code that was not compiled
@@ -92,7 +93,8 @@ class Fusion:
         Not where rewritten code would have finished it: this call comes from somewhere else, such as a part of the
         model that is used by itself.
         """
-        elsewhere = self.within is not None and self.within.fused_code is not None
+        within = self.within
+        elsewhere = within is not None and (within.fused_code is not None or within.code_is_due)
         fused = not elsewhere and self.holds(conv) and self.takes(conv, x)
         y = conv.decouple(x, self.post_ops() if fused else None)[0]
         norm, activation = fused and self.norm is not None, fused and self.activation is not None
@@ -102,6 +104,7 @@ class Fusion:
             self.norm_waits, self.activation_waits = norm and EAGER, activation and EAGER
             self.waiting.norm, self.waiting.activation = norm, activation
             self.waiting.result = ref(y) if fused else None
+            self.waiting.backward = backward_pass()
         return y  # type: ignore[no-any-return]
 
     def takes(self, conv: Any, x: Tensor) -> bool:
@@ -147,8 +150,10 @@ class Fusion:
         if norm is None:
             assert name is not None
             return ONLY[name]
-        if isinstance(slope, float):
-            slope = norm.running_mean.new_full((1,), slope)  # type: ignore[operator]
+        if isinstance(slope, int | float):
+            candidates: list[Any] = [norm.running_mean, norm.weight, self.conv.module.weight]
+            like = next(tensor for tensor in candidates if tensor is not None)
+            slope = torch.full((1,), float(slope), dtype=like.dtype, device=like.device)
         return post_ops_of(norm, None, name, slope)
 
     def hands_norm_through(self, x: Tensor) -> bool:
@@ -159,17 +164,28 @@ class Fusion:
         waits, self.waiting.norm = self.waiting.norm or waits is True, False
         if waits:
             self._check(x, "BatchNorm")
-        return waits
+        return waits or self._is_outside_checkpoint()
 
     def hands_activation_through(self, x: Tensor, shared: bool) -> bool:
-        """Tell whether the activation has nothing to do for x."""
+        """Tell whether the activation has nothing to do for x; raise as the norm does, but for a shared activation.
+
+        That may get other tensors too, and is one that may be applied twice.
+        """
         waits, self.activation_waits = self.activation_waits, False
         if torch.compiler.is_compiling():
             return bool(waits) and not shared
         waits, self.waiting.activation = self.waiting.activation or waits is True, False
-        if waits and self.norm is None:
+        if waits and not shared:
             self._check(x, "activation")
-        return self._is_result(x)
+        return self._is_result(x) or (not shared and self._is_outside_checkpoint())
+
+    def _is_outside_checkpoint(self) -> bool:
+        """Tell whether activation checkpointing repeats what follows the convolution, and not the convolution itself.
+
+        What it begins with is then the convolution's result, finished, as another object.
+        """
+        repeating = backward_pass()
+        return repeating not in (-1, self.waiting.backward) and self.holds(self.conv.module)
 
     def _check(self, x: Tensor, applied: str) -> None:
         if not self._is_result(x):
@@ -206,49 +222,34 @@ class Following:
             done = any(fusion.hands_activation_through(input, shared) for fusion in self.fusions)
         return input if done else super().forward(input)  # type: ignore[misc]
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        found = [(fusion, fusion.conv.parent._modules.get(fusion.conv.name)) for fusion in self.fusions]
+        return state | {
+            "convolutions": [(fusion, conv) for fusion, conv in found if getattr(conv, "fusion", 0) is fusion]
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a copied or unpickled state, and give the convolutions their fusions, which they do not take along.
+
+        So a convolution that is copied without the modules behind it does not do their work.
+        """
+        for fusion, conv in state.pop("convolutions", ()):
+            vars(conv)["fusion"] = fusion  # conv may not have its own state yet
+        super().__setstate__(state)  # type: ignore[misc]
+
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
         names = ", ".join(fusion.name for fusion in self.fusions)
         return ", ".join(filter(None, (text, f"fused into {names}")))
 
 
-class FusedBatchNorm1d(Following, nn.BatchNorm1d): ...
+def _fused(kind: type) -> type:
+    return type(f"Fused{kind.__name__}", (Following, kind), {"__module__": __name__})
 
 
-class FusedBatchNorm2d(Following, nn.BatchNorm2d): ...
-
-
-class FusedBatchNorm3d(Following, nn.BatchNorm3d): ...
-
-
-class FusedReLU(Following, nn.ReLU): ...
-
-
-class FusedReLU6(Following, nn.ReLU6): ...
-
-
-class FusedSiLU(Following, nn.SiLU): ...
-
-
-class FusedHardswish(Following, nn.Hardswish): ...
-
-
-class FusedGELU(Following, nn.GELU): ...
-
-
-class FusedLeakyReLU(Following, nn.LeakyReLU): ...
-
-
-class FusedPReLU(Following, nn.PReLU): ...
-
-
-_FUSED: dict[type, type] = {
-    cls.__mro__[2]: cls
-    for cls in (
-        *(FusedBatchNorm1d, FusedBatchNorm2d, FusedBatchNorm3d, FusedReLU, FusedReLU6, FusedSiLU, FusedHardswish),
-        *(FusedGELU, FusedLeakyReLU, FusedPReLU),
-    )
-}
+_KINDS = (*(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), *_ACTIVATIONS, nn.GELU, nn.LeakyReLU, nn.PReLU)
+_FUSED: dict[type, type] = {kind: _fused(kind) for kind in _KINDS}
 
 
 def is_timm_norm(module: nn.Module) -> bool:
@@ -260,7 +261,7 @@ def is_timm_norm(module: nn.Module) -> bool:
 def fused_class(module: nn.Module) -> type | None:
     """Return the class that hands through for a module of this class; None if there is none."""
     if is_timm_norm(module):
-        return _FUSED.setdefault(type(module), type("FusedBatchNormAct2d", (Following, type(module)), {}))
+        return _FUSED.setdefault(type(module), _fused(type(module)))
     return _FUSED.get(type(module))
 
 
@@ -269,12 +270,16 @@ def is_fused_class(kind: type) -> bool:
     return kind in _FUSED.values()
 
 
-def __getattr__(name: str) -> Any:  # for pickle: the class is made from timm's where that is installed
+def __getattr__(name: str) -> Any:
+    """Return a fused class by its name, for pickle; timm's is made where timm is installed."""
     if name == "FusedBatchNormAct2d":
         from timm.layers.norm_act import BatchNormAct2d
 
-        return _FUSED.setdefault(BatchNormAct2d, type(name, (Following, BatchNormAct2d), {"__module__": __name__}))
-    raise AttributeError(name)
+        return _FUSED.setdefault(BatchNormAct2d, _fused(BatchNormAct2d))
+    for kind in _FUSED.values():
+        if kind.__name__ == name:
+            return kind
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def plain_class(module: nn.Module) -> type:

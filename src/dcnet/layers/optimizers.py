@@ -12,6 +12,8 @@ def check_optimizer(optimizer: object) -> None:
     """Raise unless parameters can be added to this, or it is None."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer is LBFGS, which takes one group of parameters; convert first, then make it")
 
 
 def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Module]) -> "Groups | None":

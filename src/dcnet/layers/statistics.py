@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.ops import distributed
@@ -41,6 +42,10 @@ def _averages(layer: Decoupled | BatchNorm) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer is not None]
 
 
+def _is_synced(layer: Decoupled | BatchNorm) -> bool:
+    return layer.sync if isinstance(layer, Decoupled) else isinstance(layer, nn.SyncBatchNorm)
+
+
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of the running averages of a model and of their counts, by their names in its state dict."""
     layers = tracking_layers(model)
@@ -66,12 +71,21 @@ def restore_statistics_(model: nn.Module, statistics: dict[str, Tensor]) -> nn.M
 def average_statistics_(model: nn.Module) -> nn.Module:
     """Replace every running average by its mean over all ranks; return the model.
 
-    Call it on all ranks, before an evaluation or a checkpoint of a model that was trained without `sync`.
+    Call it on all ranks, before an evaluation or a checkpoint of a model that was trained without `sync`. In
+    DistributedDataParallel that needs `broadcast_buffers=False`: by default it gives all ranks the averages of rank 0
+    before every forward, so that there is nothing left to average.
 
     Args:
         model: any model with running averages, of decoupled layers or of BatchNorm.
     """
-    averages = [buffer for layer in tracking_layers(model).values() for buffer in _averages(layer)]
+    layers = tracking_layers(model).values()
+    copied = any(isinstance(m, DistributedDataParallel) and m.broadcast_buffers for m in model.modules())
+    if copied and not all(map(_is_synced, layers)):
+        raise ValueError(
+            "DistributedDataParallel has given all ranks the averages of rank 0 before every forward: there is nothing "
+            "to average. Make it with broadcast_buffers=False, or use dcnet.sync_norms_ and SyncBatchNorm"
+        )
+    averages = [buffer for layer in layers for buffer in _averages(layer)]
     if not averages or not distributed():
         return model
     together = torch.cat([buffer.flatten().double() for buffer in averages])  # one message

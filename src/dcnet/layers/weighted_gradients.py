@@ -64,7 +64,7 @@ def weight_gradients_(model: nn.Module, where: Where | None = None) -> WeightedG
                 f"the gradients of layer {name or '(the model itself)'!r} are weighted already; remove the first "
                 "handle before"
             )
-    kernels = {layer.weight: layer for layer in layers.values() if layer.weight.requires_grad}  # a shared kernel once
+    kernels = {layer.weight: layer for layer in layers.values()}  # a shared kernel once; one that is frozen may thaw
     for kernel, layer in kernels.items():
         layer.weighted_gradient = _WeightedGradient(layer.eps, is_sharded(kernel))
         layer.weighted_gradient.of(kernel)

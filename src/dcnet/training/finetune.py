@@ -9,6 +9,7 @@ from dcnet.models.external import HUB
 from dcnet.training.hub import TrainedFile, is_trained_file, open_trained
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.run import OPERATOR, Run
+from dcnet.training.weights import check_operator, find_weights, operator_of, origin_of
 
 FINETUNE: dict[str, Any] = {"epochs": 5.0, "lr": 3e-4, "schedule": "onecycle", "warmup": 0.1, "calibrate": 10}
 # Of a run that is fine-tuned: what its network is, and what it was trained on.
@@ -54,6 +55,12 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
         values["calibrate"] = 0
     recipe = change(usual, **values)
     _check_weights(model, recipe)
+    if trained is not None and trained.recipe.magnitude is not None:
+        check_operator(recipe, model, operator_of(trained.recipe))
+    elif weights is not None and Path(weights).exists():
+        origin = origin_of(find_weights(weights))
+        if origin.operator.get("magnitude") is not None:
+            check_operator(recipe, weights, origin.operator)
     return recipe
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from dcnet.training.checkpoint import load_state
 from dcnet.training.own_formulas import FILE as FORMULAS
@@ -112,7 +113,7 @@ class Place:
             return
         differences = ", ".join(f"{name}={old!r} there, {new!r} here" for name, (old, new) in other.items())
         hint = "Choose another folder, or overwrite that run: --overwrite (in Python overwrite=True)"
-        if set(other) <= set(LENGTH):
+        if set(other) <= set(LENGTH) and not _shorter(here, there):
             flag = (
                 f"--steps {self.recipe.steps}" if self.recipe.steps is not None else f"--epochs {self.recipe.epochs:g}"
             )
@@ -146,6 +147,11 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
     have been with that length from the start.
     """
     if not run.checkpoint.is_file():
+        if run.result is not None:  # to start again would be to lose what is known of it
+            raise ValueError(
+                f"{run.folder} is finished, but its weights ({run.checkpoint.name}) are not there, so that it cannot "
+                "go on to another length. Possible: a run of its own, with --run FOLDER"
+            )
         return
     state = load_state(run.checkpoint)
     before, done = change(Recipe(), **state["recipe"]), int(state["step"])
@@ -172,6 +178,12 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
             f"from the start, or from these weights: --pretrained {quote(str(run.folder))}. Constant and plateau "
             "schedules can be extended"
         )
+
+
+def _shorter(here: dict[str, Any], there: dict[str, Any]) -> bool:
+    """Return whether a length is less than another of the same kind."""
+    unit = "epochs" if here["steps"] is None else "steps"
+    return (here["steps"] is None) == (there["steps"] is None) and here[unit] < there[unit]
 
 
 def same_but_length(a: Recipe, b: Recipe) -> bool:

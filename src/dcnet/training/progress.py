@@ -37,9 +37,11 @@ class Lines(Callback):
 def say_finished(run: Run) -> None:
     """Say that there is nothing left to train, and how to train longer."""
     result, folder = run.result or {}, printable(quote(str(run.folder)))
+    recipe = printable(quote(str(run.folder / "recipe.json")))
+    longer = f"to train longer: dcnet train --resume {folder} --epochs N, " if run.checkpoint.is_file() else ""
     _print(
         f"{printable(run.folder)} is finished: {result.get('epochs', 0.0):.4g} epochs, accuracy {run.accuracy:.2f}%. "
-        f"Nothing is left to do; to train longer: dcnet train --resume {folder} --epochs N, to start again: --overwrite"
+        f"Nothing is left to do; {longer}to start again: dcnet train --recipe {recipe} --run {folder} --overwrite"
     )
 
 

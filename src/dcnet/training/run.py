@@ -78,12 +78,22 @@ def build_model(
     return normalize_ordinary_(model) if recipe.plain_kernels == "normalized" else model
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def read_json(path: Path) -> Any:
     """Return what the file holds; raise with its name where it cannot be read."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; remove it to have it made again") from error
+        raise ValueError(
+            f"{path} is damaged: {error}; move it away, and give the command that made it again"
+        ) from error
 
 
 _RESULT = {"accuracy", "loss", "epochs", "seconds", "images_per_second", "parameters"}
@@ -143,7 +153,8 @@ class Run:
         try:
             found = [json.loads(line) for line in lines]
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+            number = next(n for n, line in enumerate(lines, 1) if not _is_json(line))
+            raise ValueError(f"{path} is damaged in line {number} of {len(lines)}: {error.msg}") from error
         if wrong := [
             number for number, entry in enumerate(found, 1) if not isinstance(entry, dict) or not set(entry) >= _EPOCH
         ]:
@@ -206,9 +217,16 @@ class Run:
     def shape(self) -> dict[str, int]:
         """Of the data it was trained on: num_classes, in_channels, input_size."""
         if not self.checkpoint.is_file():
-            raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
+            raise FileNotFoundError(self._no_weights)
         shape: dict[str, int] = load_state(self.checkpoint)["shape"]
         return shape
+
+    @property
+    def _no_weights(self) -> str:
+        name = self.checkpoint.name
+        if (self.folder / "result.json").is_file():  # a record, such as those under results/
+            return f"{self.folder} is a finished run, but its weights ({name}) are not in this folder"
+        return f"{self.folder} has no weights yet ({name}): no checkpoint has been written"
 
     @property
     def conversion(self) -> Conversion | None:
@@ -222,7 +240,7 @@ class Run:
         Its running averages are those the evaluation at that checkpoint has used, where there was one.
         """
         if not self.checkpoint.is_file():
-            raise FileNotFoundError(f"{self.folder} has no checkpoint yet")
+            raise FileNotFoundError(self._no_weights)
         check_formulas(self.folder, self.recipe)
         tensors, state = load_checkpoint(self.checkpoint)
         model = build_model(self.recipe, state["shape"], state.get("conversion"))

@@ -1,7 +1,7 @@
 """The start of a run: a network with new weights, with given weights, or a trained plain network that is converted."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dcnet.training.checkpoint import load_state
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
 from dcnet.training.run import Conversion, build_model, layer_options, plain_recipe
-from dcnet.training.weights import LIBRARY, Origin, Source, find_weights, load_weights_, origin_of
+from dcnet.training.weights import LIBRARY, Origin, Source, check_operator, find_weights, load_weights_, origin_of
 
 _STRUCTURE = (
     *("norm", "activation", "penultimate_activation", "penultimate_norm"),
@@ -78,14 +78,7 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
 
 def _as_it_was(recipe: Recipe, shape: dict[str, int], source: "Source | None", origin: Origin) -> Start:
     """Return a network that was converted already, as it was; raise if the recipe has another operator."""
-    here = asdict(recipe)
-    other = [
-        f"{name}={value!r} there, {here[name]!r} here" for name, value in origin.operator.items() if value != here[name]
-    ]
-    if other:
-        raise ValueError(
-            f"the network in {origin.name} was converted already: {', '.join(other)}; start from the plain one"
-        )
+    check_operator(recipe, origin.name, origin.operator)
     assert source is not None
     assert origin.conversion is not None
     model = build_model(plain_recipe(recipe), shape)

@@ -79,7 +79,7 @@ def train(
         checkpoint = where / "checkpoint.safetensors"
         begun = not overwrite and checkpoint.is_file()
         state, per_epoch = prepare(recipe, data, ranks, checkpoint if begun else None)
-        if begun and (where / "recipe.json").is_file():
+        if not overwrite and (where / "recipe.json").is_file():
             check_length(Run(where), recipe, per_epoch)
         run = Run(ranks.from_first(lambda: place.enter(where)))
         progress = Callbacks([*([] if quiet else [progress_for()]), *told.parts] if ranks.first else [])

@@ -189,14 +189,14 @@ def find_weights(name: str) -> Source:
 def origin_of(source: Source | None) -> Origin:
     """Return what a run, or a file, says of the network that its weights are of."""
     if isinstance(source, Run):
-        return Origin(str(source.folder), _operator(source.recipe), source.conversion)
+        return Origin(str(source.folder), operator_of(source.recipe), source.conversion)
     if source is None or source == LIBRARY:
         return Origin(str(source), {}, None)
     tensors, metadata = read_weights(source)
     path, marked = Path(source), next((name for name in tensors if name.split(".")[-1].startswith(_OF_DECOUPLED)), None)
     if metadata.get("format") == WEIGHTS:
         about = about_of(path, metadata)
-        return Origin(str(path), _operator(recorded(about["recipe"])), about.get("conversion"), marked)
+        return Origin(str(path), operator_of(recorded(about["recipe"])), about.get("conversion"), marked)
     if metadata.get("format") == CONVERTED:
         conversion = conversion_in(path)
         first = next(iter(conversion.values()), {})
@@ -205,8 +205,20 @@ def origin_of(source: Source | None) -> Origin:
     return Origin(str(path), {}, None, marked)
 
 
-def _operator(recipe: Recipe) -> dict[str, Any]:
+def operator_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of a recipe that say what is decoupled, and how."""
     return {name: getattr(recipe, name) for name in OPERATOR}
+
+
+def check_operator(recipe: Recipe, name: str, operator: dict[str, Any]) -> None:
+    """Raise where the decoupled network of this name and operator is to go on with another operator."""
+    other = [
+        f"{field}={value!r} there, {getattr(recipe, field)!r} here"
+        for field, value in operator.items()
+        if value != getattr(recipe, field)
+    ]
+    if other:
+        raise ValueError(f"the network in {name} is decoupled already: {', '.join(other)}; start from a plain one")
 
 
 def load_weights_(model: nn.Module, source: Source) -> None:

@@ -54,9 +54,14 @@ def operations_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def backward_pass() -> int:
+    """Return which backward pass of autograd runs in this thread; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
 def recomputing() -> bool:
     """Tell whether this forward runs inside a backward: activation checkpointing repeats what has been counted."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 def release_saved_tensors(ctx: Any) -> None:
