@@ -14,6 +14,7 @@ import torch
 
 from dcnet.data import DataSet, ImageFolder, MissingData, Resident, Split, epoch_order, load_data, official
 from dcnet.data.download import fetch
+from dcnet.data.folder import read_image
 
 CPU = torch.device("cpu")
 REAL = Path(__file__).parent.parent / "data"
@@ -385,3 +386,29 @@ def test_cutmix():
     for (whole, shares), *parts in zip(mixed, *halves, strict=True):
         assert torch.equal(torch.cat([images for images, _ in parts]), whole)
         assert torch.equal(torch.cat([labels for _, labels in parts]), shares)
+
+
+def test_pixels_of_more_than_eight_bits(tmp_path):
+    """Scaled, not cut off: 16 bits have 257 times the range."""
+    image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
+    eight = np.arange(0, 256, 3, dtype=np.uint8).repeat(4)[:320].reshape(16, 20)
+    image.fromarray(eight.astype(np.uint16) * 257).save(tmp_path / "sixteen.png")
+    for mode in ("L", "RGB"):
+        found, own = read_image(tmp_path / "sixteen.png", mode)
+        assert (own, found.mode) == ("I;16", mode)
+        assert (np.asarray(found).reshape(16, 20, -1) == eight[..., None]).all()
+    for number, pixels in enumerate((eight.astype(np.int32), eight.astype(np.float32))):
+        image.fromarray(pixels).save(tmp_path / f"{number}.tiff")
+        with pytest.raises(ValueError, match=r"its pixels have 32 bits \(mode '[IF]'\); possible: 8 or 16 bits"):
+            read_image(tmp_path / f"{number}.tiff", "L")
+
+
+def test_images_are_upright(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
+    picture = image.fromarray(np.arange(48, dtype=np.uint8).reshape(6, 8))
+    exif = image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the rows are columns
+    picture.save(tmp_path / "turned.png", exif=exif)
+    found, _ = read_image(tmp_path / "turned.png", "L")
+    assert found.size == (6, 8)
+    assert (np.asarray(found) == np.rot90(np.asarray(picture), -1)).all()

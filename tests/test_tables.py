@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,22 +238,22 @@ def test_divergence_is_recorded_with_its_epoch(quick_plan):
 
 def test_a_cell_that_fails_is_named_and_others_go_on(quick_plan):
     ledger, (task,) = quick_plan(steps=2)
-    broken = plan(
-        find_table("cnn9"),
-        ledger,
-        task.folder.parent,
-        "smoke",
-        [1],
-        ["TanhConv, Cosine, ReLU"],
-        data="mnist",
-        batch=256,
-    ).missing
+    _, broken = quick_plan(steps=2, batch=10**6)
     said = []
-    options = {"data_root": str(task.folder.parent / "nothing"), "device": "cpu"}
-    assert Runner(ledger, said.append, options).run([*broken, task], 1, 600.0) == [broken[0].title]
+    broken = [replace(one, folder=task.folder.parent / "broken", title="broken") for one in broken]
+    assert Runner(ledger, said.append, {"device": "cpu"}).run([*broken, task], 1, 600.0) == ["broken"]
     assert "failed with exit status 1" in said[0]
-    assert "train-images-idx3-ubyte" in said[0] or "mnist" in said[0]
+    assert "batch=1000000 is larger than the 1442 training images" in said[0]
     assert len(ledger.entries) == 1
+
+
+@pytest.mark.parametrize("data", ["mnist", "imagefolder:nowhere", "digit"])
+def test_missing_data_is_missed_once(quick_plan, tmp_path, data):
+    """Before the first cell, not by every cell."""
+    ledger, tasks = quick_plan(steps=2, data=data)
+    with pytest.raises((FileNotFoundError, ValueError), match=r"mnist|nowhere does not exist|Did you mean 'digits'"):
+        Runner(ledger, print, {"data_root": tmp_path / "none", "device": "cpu"}).run(tasks, 1, 600.0)
+    assert not any(task.folder.exists() for task in tasks)
 
 
 @pytest.mark.slow

@@ -19,7 +19,17 @@ from torch import nn
 
 import dcnet
 from dcnet.data.folder import ImageFolder
-from dcnet.training import Interrupted, NonFiniteLoss, run_folders, state, trainer
+from dcnet.training import (
+    Interrupted,
+    NonFiniteLoss,
+    evaluate_run,
+    open_trained,
+    predict_run,
+    run_folders,
+    save_weights,
+    state,
+    trainer,
+)
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint
 from dcnet.training.graph import uses_graphs
 from dcnet.training.loss import classification_loss
@@ -679,6 +689,27 @@ def test_image_folder(tmp_path):
     run = train(tmp_path / "run", **options)
     assert run.accuracy == 100.0
     assert run.result["test_images"] == 8
+    # names of the day of training, whatever the folders are called later
+    assert run.classes == ("dark", "light")
+    save_weights(run, tmp_path / "weights.safetensors")
+    for part in ("train", "val"):
+        (tmp_path / "images" / part / "dark").rename(tmp_path / "images" / part / "shady")
+    for trained in (run, open_trained(tmp_path / "weights.safetensors")):
+        shot = tmp_path / "images" / "val" / "shady" / "0.png"
+        assert predict_run(trained, [shot], device="cpu")[0].top[0][0] == "dark"
+        with pytest.raises(ValueError, match=r"trained on other classes than .*: 'dark' there, 'light' here"):
+            evaluate_run(trained, device="cpu")
+    (run.folder / "result.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"is not what it was: 24 training images of dark, light then, 24 .* of light, shady now"
+    ):
+        train(tmp_path / "run", **options)
+    for part in ("train", "val"):
+        (tmp_path / "images" / part / "shady").rename(tmp_path / "images" / part / "dark")
+    assert evaluate_run(run, device="cpu").accuracy == 100.0
+    image.new("RGB", (40, 36)).save(tmp_path / "images" / "train" / "dark" / "more.png")
+    with pytest.raises(ValueError, match="24 training images of dark, light then, 25"):
+        train(tmp_path / "run", **options)
 
 
 def test_metrics_cut_off_by_a_kill(tmp_path):

@@ -118,6 +118,25 @@ def _images_under(folder: Path) -> list[Path]:
     return sorted(path for path in names if path.suffix.lower() in ENDINGS)
 
 
+def read_image(path: str | Path, mode: str) -> tuple[Any, str]:
+    """Return an image as Pillow has it, in the mode "L" or "RGB", upright as its camera says, and the file's own mode.
+
+    Pixels of 16 bits are scaled to 8; Pillow itself would cut off all above 255. Of those of 32 bits nobody knows which
+    number is white.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ImportError("reading images needs Pillow: pip install 'dcnet[images]'") from error
+    with Image.open(path) as file:
+        own, image = file.mode, ImageOps.exif_transpose(file)
+        if own.startswith("I;16"):
+            image = Image.fromarray(np.round(np.asarray(image, dtype=np.float32) / 257.0).astype(np.uint8))
+        elif own in ("I", "F"):
+            raise ValueError(f"its pixels have 32 bits (mode {own!r}); possible: 8 or 16 bits")
+        return image.convert(mode), own
+
+
 def _resized(image: Any, size: int) -> np.ndarray:
     """Return the pixels of an image of Pillow's, its shorter side a little longer than the crop."""
     from PIL.Image import Resampling
@@ -144,15 +163,10 @@ class _Images(Dataset[tuple[Tensor, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ImportError("reading image folders needs Pillow: pip install 'dcnet[images]'") from error
         path, label = self.files[index]
         try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except OSError as error:
+            image, _ = read_image(path, "RGB")
+        except (OSError, ValueError) as error:
             raise OSError(f"{path} {_UNREADABLE}: {error}") from error
         if self.random is None:
             crop = middle_crop(image, self.size)

@@ -99,8 +99,11 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
     lines = []
     for setting, shown in settings_of(table, ledger, settings).items():
         compared = any(one.cell.paper is not None for one in shown.values())
+        words = " In brackets: the paper’s." if compared else ""
+        if any(NOT_CONVERGED in (one.ours, one.paper) for one in shown.values()):
+            words += f" {NOT_CONVERGED}: not converged."
         lines += [
-            f"**{table.title}.** {_about(table, setting)}{' In brackets: the paper’s.' if compared else ''}",
+            f"**{table.title}.** {_about(table, setting)}{words}",
             "",
             "| | " + " | ".join(table.columns) + " |",
             "|---" * (1 + len(table.columns)) + "|",
@@ -160,7 +163,7 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
             )
     legend = (
         "<p>Blue: ours is better than the paper's; orange: worse; full color at three points. "
-        "A question mark: not measured yet.</p>"
+        f"A question mark: not measured yet. {NOT_CONVERGED}: not converged.</p>"
     )
     title = "The paper's tables, measured"
     return (

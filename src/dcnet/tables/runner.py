@@ -18,7 +18,7 @@ from typing import Any
 from dcnet.tables.ledger import Ledger, keep_record
 from dcnet.tables.plan import Task
 from dcnet.tables.table import MEASURES
-from dcnet.training import Interrupted, NonFiniteLoss, joined, open_run, save_weights, train
+from dcnet.training import Interrupted, NonFiniteLoss, find_data, joined, open_run, save_weights, train
 from dcnet.training.interruption import Interruption
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
@@ -44,6 +44,7 @@ class Runner:
 
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
+        self._find_data(tasks)
         until = time.monotonic() + seconds
         waiting, failed = list(tasks), []
         running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
@@ -85,6 +86,11 @@ class Runner:
                     break
                 time.sleep(0.1)
         return failed
+
+    def _find_data(self, tasks: list[Task]) -> None:
+        """Raise where data is missing: once, and not in the process of every cell; fetch it here if asked to."""
+        for name in dict.fromkeys(task.recipe.data for task in tasks if task.ended is None):
+            find_data(name, self.options.get("data_root", "data"), bool(self.options.get("download")))
 
     def _expected(self, jobs: int, running: int) -> float:
         """Return the most that one more cell beside those that run would take.

@@ -11,7 +11,7 @@ from dcnet.training.hub import add_to_hub, load, open_trained, trained_models
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe, change
-from dcnet.training.recipe_data import open_data
+from dcnet.training.recipe_data import find_data, open_data
 from dcnet.training.recipes import RECIPES, make_recipe, read_recipe, recorded
 from dcnet.training.run import Run, build_model, run_folders
 from dcnet.training.run_evaluation import RunEvaluation, evaluate_run
@@ -44,6 +44,7 @@ __all__ = [
     "evaluate",
     "evaluate_run",
     "export_run",
+    "find_data",
     "finetune_recipe",
     "joined",
     "load",

@@ -58,6 +58,7 @@ class TrainedFile:
         metadata = read_weights(path)[1]
         about = about_of(path, metadata)
         self.recipe, self.shape = recorded(about["recipe"]), about["shape"]
+        self.classes: tuple[str, ...] = tuple(about.get("classes", ()))
         self.result, self.conversion = about.get("result"), about.get("conversion")
         check_own_formulas(path, metadata.get("formulas"), self.recipe, trust_formulas)
 

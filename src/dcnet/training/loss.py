@@ -18,3 +18,8 @@ def classification_loss(logits: Tensor, labels: Tensor, recipe: Recipe) -> Tenso
         logarithms = torch.log(logits.float().softmax(1) + FLOOR)  # a floor under the gradient of badly wrong images
         right = (logarithms * labels).sum() if labels.dim() == 2 else logarithms.gather(1, labels[:, None]).sum()
         return -(1.0 - smoothing) * right - smoothing * logarithms.mean(1).sum()
+
+
+def likeliest(labels: Tensor) -> Tensor:
+    """Return the class of each image: where images are mixed, that of the larger share."""
+    return labels.argmax(1) if labels.dim() == 2 else labels

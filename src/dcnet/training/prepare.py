@@ -9,6 +9,7 @@ from dcnet.training.folder import total_steps
 from dcnet.training.hub import weights_file
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
+from dcnet.training.recipe_data import facts_of
 from dcnet.training.recipes import make_recipe
 from dcnet.training.start import begin, go_on
 from dcnet.training.state import TrainingState
@@ -47,7 +48,7 @@ def prepare(
     steps = total_steps(recipe, per_epoch)
     shape = {"num_classes": len(data.classes), "in_channels": data.channels, "input_size": data.size}
     start = begin(_with_file(recipe), shape, data, ranks) if begun is None else go_on(recipe, shape, begun)
-    state = TrainingState(recipe, shape, steps, ranks, start)
+    state = TrainingState(recipe, shape, facts_of(data), steps, ranks, start)
     alone = recipe.batch == ranks.world * recipe.accumulate
     if alone and any(isinstance(module, BatchNorm) for module in state.model.modules()):
         raise ValueError(

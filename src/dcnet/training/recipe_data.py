@@ -1,11 +1,13 @@
 """The data of a recipe, ready for training."""
 
 from pathlib import Path
+from typing import Any
 
 from dcnet.data import FOLDER, ImageFolder, Resident, load_data
 from dcnet.training.progress import showing_downloads
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
+from dcnet.util.text import few
 
 
 def open_data(
@@ -31,3 +33,23 @@ def open_data(
     if download and ranks.first:
         ranks.wait()
     return Resident(data, ranks.device, recipe.seed, recipe.augment, recipe.pad, recipe.cutout)
+
+
+def find_data(name: str, root: str | Path = "data", download: bool = False) -> None:
+    """Raise where the data of that name is not there; fetch it if asked to."""
+    if not name.startswith(FOLDER):
+        load_data(name, root, download)
+    elif not (folder := Path(name.removeprefix(FOLDER))).is_dir():
+        raise FileNotFoundError(f"image folder {folder} does not exist (looked at {folder.resolve()})")
+
+
+def facts_of(data: "Resident | ImageFolder") -> dict[str, Any]:
+    """Return what must not change while a run is interrupted: the names of the classes, and the number of images."""
+    return {"classes": list(data.classes), "train_images": data.train_length}
+
+
+def check_same_data(run: Path, recipe: Recipe, then: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Raise where the data of a run is not what it was; then: None in older checkpoints, which do not say."""
+    if then not in (None, now):
+        words = [f"{facts['train_images']} training images of {few(facts['classes'])}" for facts in (then, now)]
+        raise ValueError(f"{run} cannot go on, since {recipe.data} is not what it was: {words[0]} then, {words[1]} now")

@@ -222,6 +222,12 @@ class Run:
         return shape
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes it was trained on; none if its checkpoint does not say, as older ones do not."""
+        data = load_state(self.checkpoint).get("data") if self.checkpoint.is_file() else None
+        return tuple(data["classes"]) if data else ()
+
+    @property
     def _no_weights(self) -> str:
         name = self.checkpoint.name
         if (self.folder / "result.json").is_file():  # a record, such as those under results/

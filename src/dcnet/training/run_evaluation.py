@@ -60,6 +60,12 @@ def evaluate_run(
             raise ValueError(
                 f"{run.folder} was trained for {_described(shape)}; {recipe.data} has {_described(theirs)}"
             )
+        folders = all(name.startswith(FOLDER) for name in (run.recipe.data, recipe.data))
+        if run.classes and run.classes != tuple(source.classes) and (folders or data is None):
+            here, there = next(pair for pair in zip(source.classes, run.classes, strict=True) if pair[0] != pair[1])
+            raise ValueError(
+                f"{run.folder} was trained on other classes than {recipe.data} has: {there!r} there, {here!r} here"
+            )
         found = evaluate(run.model.to(ranks.device), source, ranks, autocast_of(recipe, ranks.device))
     step = int(load_state(run.checkpoint)["step"]) if isinstance(run, Run) and run.result is None else None
     return RunEvaluation(**vars(found), data=recipe.data, classes=tuple(source.classes), unfinished_after=step)

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcnet.data import FOLDER, class_names_of
-from dcnet.data.folder import middle_crop
+from dcnet.data.folder import middle_crop, read_image
 from dcnet.training.hub import TrainedFile
 from dcnet.training.ranks import joined
 from dcnet.training.run import Run
@@ -75,8 +75,8 @@ def predict_run(
 
 
 def classes_of(run: Run | TrainedFile) -> Classes:
-    """Return the names of a run's classes; where its image folder is not here any more, their numbers."""
-    names, count = class_names_of(run.recipe.data), run.shape["num_classes"]
+    """Return the names of a run's classes as they were in training; where they are not known, their numbers."""
+    names, count = run.classes or class_names_of(run.recipe.data), run.shape["num_classes"]
     if len(names) == count:
         return Classes(names, None)
     why = f"the names of the classes are not known here: {run.recipe.data} has {len(names)} of {count}"
@@ -90,17 +90,12 @@ def _likeliest(chance: Tensor, names: Sequence[str], top: int) -> tuple[tuple[st
 
 def _read(paths: list[Path], shape: dict[str, int], cropped: bool) -> list[tuple[Tensor, str] | str]:
     """Return, for each file, pixels as the network takes them and how they were converted; or why it cannot be read."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("reading images needs Pillow: pip install 'dcnet[images]'") from error
     size, mode = shape["input_size"], "L" if shape["in_channels"] == 1 else "RGB"
     read: list[tuple[Tensor, str] | str] = []
     for path in paths:
         try:
-            with Image.open(path) as file:
-                image: Any = file.convert(mode)
-                how = [] if file.mode == mode else [f"{file.mode} to {'gray' if mode == 'L' else 'RGB'}"]
+            image, own = read_image(path, mode)
+            how = [] if own == mode else [f"{own} to {'gray' if mode == 'L' else 'RGB'}"]
         except (OSError, ValueError) as error:
             reason = "it does not exist" if not path.exists() else "it is a folder" if path.is_dir() else str(error)
             read.append(f"{path} cannot be read as an image: {reason}")
@@ -109,7 +104,7 @@ def _read(paths: list[Path], shape: dict[str, int], cropped: bool) -> list[tuple
             pixels = middle_crop(image, size)
             how.append(f"{image.width}×{image.height}, resized, middle {size}×{size}")
         elif image.size != (size, size):
-            pixels = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
+            pixels = np.asarray(image.resize((size, size), 2))  # Pillow's number for bilinear
             how.append(f"resized from {image.width}×{image.height} to {size}×{size}")
         else:
             pixels = np.asarray(image)

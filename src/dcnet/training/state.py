@@ -17,11 +17,12 @@ from dcnet.training.adversarial import adversarial_images, adversarial_loss
 from dcnet.training.checkpoint import load_checkpoint, save_checkpoint, with_prefix, without_prefix
 from dcnet.training.folder import same_but_length
 from dcnet.training.graph import BEFORE_CAPTURE, Repeated, uses_graphs
-from dcnet.training.loss import classification_loss
+from dcnet.training.loss import classification_loss, likeliest
 from dcnet.training.optimizer import load_optimizer_tensors, make_optimizer, optimizer_tensors
 from dcnet.training.plain_kernels import OrdinaryProjection
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
+from dcnet.training.recipe_data import check_same_data
 from dcnet.training.recipes import recorded
 from dcnet.training.run import Run
 from dcnet.training.schedule import Schedule
@@ -31,10 +32,15 @@ from dcnet.util.compat import lerp_all_
 
 
 class TrainingState:
-    """The state of a run, and one step of it. `shape`: what `build_model` needs to know of the data."""
+    """The state of a run, and one step of it.
 
-    def __init__(self, recipe: Recipe, shape: dict[str, int], steps: int, ranks: Ranks, start: Start) -> None:
-        self.recipe, self.shape, self.ranks = recipe, shape, ranks
+    shape: what `build_model` needs to know of the data. data: what else is to stay as it was if the run goes on.
+    """
+
+    def __init__(
+        self, recipe: Recipe, shape: dict[str, int], data: dict[str, Any], steps: int, ranks: Ranks, start: Start
+    ) -> None:
+        self.recipe, self.shape, self.data, self.ranks = recipe, shape, data, ranks
         self.graphs, self.of_graphs = uses_graphs(recipe, ranks)
         self.say: Callable[[str], None] = lambda text: None
         model, self.conversion = start.model, start.conversion
@@ -128,7 +134,7 @@ class TrainingState:
             total += loss.detach()
             with torch.no_grad():
                 self.sums += torch.stack(
-                    [loss.detach().double() * size, (logits.argmax(1) == _likeliest(their)).sum().double()]
+                    [loss.detach().double() * size, (logits.argmax(1) == likeliest(their)).sum().double()]
                 )
             if self.scaler.is_enabled():  # whose steps nothing else stops
                 loss = torch.where(self.bad_step >= 0, float("nan"), loss)
@@ -223,6 +229,7 @@ class TrainingState:
             "images": self.images * self.ranks.world,
             "seconds": self.seconds,
             "shape": self.shape,
+            "data": self.data,
             "conversion": self.conversion,
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -238,6 +245,7 @@ class TrainingState:
                 f"{run.checkpoint} is of another recipe, or of other data, than {run.folder / 'recipe.json'}; "
                 "remove it to start again"
             )
+        check_same_data(run.folder, self.recipe, state.get("data"), self.data)
         self.model.load_state_dict(without_prefix("model/", tensors))
         load_optimizer_tensors(self.optimizer, without_prefix("optimizer/", tensors))
         if self.ema is not None:
@@ -266,11 +274,6 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     )  # its name before torch 2.13
     options: dict[str, Any] = {switch: False}
     return DistributedDataParallel(net, [device] if device.type == "cuda" else None, **options)
-
-
-def _likeliest(labels: Tensor) -> Tensor:
-    """Return the class of each image: where images are mixed, that of the larger share."""
-    return labels.argmax(1) if labels.dim() == 2 else labels
 
 
 class _Average:

@@ -61,6 +61,7 @@ def trained_by(run: Run) -> Trained:
     about = {
         "recipe": asdict(run.recipe) | {"pretrained": where and Path(where).name},  # not where it lay on this machine
         "shape": run.shape,
+        "classes": list(run.classes),
         "result": run.result,
         "conversion": run.conversion,
         "robustness": robustness_of(run),
