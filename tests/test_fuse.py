@@ -550,3 +550,25 @@ def test_slopes_behind_any_batch_norm(options, slope):
     dcnet.decouple_(plain, fuse=False)
     assert net[0].fusion is not None
     torch.testing.assert_close(net(x), plain(x))
+
+
+def test_checkpoints_of_a_convolution_that_is_not_fused_this_time():
+    """An input without a batch: BatchNorm1d takes another dimension for the channels, and does its work itself."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.bn(self.conv(x if x.detach().sum().item() < 1e9 else -x)).square()
+
+    fused, x = Net(), torch.randn(3, 4, requires_grad=True)
+    plain = copy.deepcopy(fused)
+    dcnet.decouple_(plain, fuse=False)
+    dcnet.decouple_(fused, example_input=torch.randn(2, 3, 4))
+    assert fused.conv.fusion is not None
+    for net in (fused, plain):
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+    for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
