@@ -162,6 +162,56 @@ def test_command_line(tmp_path):
         read(path)
 
 
+def test_errors_have_one_line(tmp_path, monkeypatch):
+    """And are found before anything is measured; records that are there stay as they are."""
+    monkeypatch.setattr(records, "measure", lambda *_: pytest.fail("measured"))
+    other, bytes_, file, good = (tmp_path / name for name in ("mine.py", "bytes", "file", "good.csv"))
+    other.write_text("print('a, b')\nx, y, z = 1, 2, 3\n")
+    bytes_.write_bytes(b"\xff\xfe")
+    file.touch()
+    header = ",".join(COLUMNS)
+    good.write_text(f"{header}\n")
+    short, wrong = tmp_path / "short.csv", tmp_path / "wrong.csv"
+    short.write_text(f"{header}\na,b\n")
+    wrong.write_text(f"{header}\n{','.join(COLUMNS)}\n")
+    before = {path: path.read_bytes() for path in (other, bytes_, short, wrong)}
+    for arguments, message in [
+        (["--cpu", "-o", tmp_path], f"{tmp_path} is a folder; possible: a file"),
+        (["--cpu", "-o", file / "bench.csv"], f"nothing can be written into {file / 'bench.csv'}: Not a directory"),
+        (["--cpu", "-o", other], f"{other} has the columns print('a,  b'); expected what, name"),
+        (["--render", "-o", other], f"{other} has the columns"),
+        (["--render", "-o", tmp_path], f"{tmp_path}: Is a directory"),
+        (["--render", "-o", bytes_], f"{bytes_} is not a CSV file of records"),
+        (["--render", "-o", short], f"{short}, line 2, is not what `dcnet bench` writes"),
+        (["--render", "-o", wrong], f"{wrong}, line 2, is not what `dcnet bench` writes"),
+        (["--render", "-o", good, "--into", other], f"{other} must have the lines {BEGIN} and {END} once each"),
+        (["--cpu", "-o", good, "--into", tmp_path / "none.md"], f"{tmp_path / 'none.md'} does not exist; possible:"),
+        (["--cpu", "--what", "models", "--operator", "foo"], "operator 'foo' must be MAGNITUDE + ANGULAR"),
+        (["--cpu", "--what", "models", "--model", "timm:resnet18@a"], "the size after @ must be a whole number"),
+    ]:
+        result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+        assert result.exit_code == 1, (arguments, result.output)
+        assert result.stderr.startswith("error: ")
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    flags = ["--what", "models", "--cpu", "-o", str(tmp_path / "new" / "models.csv")]
+    result = CliRunner().invoke(app, ["bench", *flags])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: timm's networks need timm: pip install timm")
+
+
+def test_an_empty_file_gets_a_header(tmp_path):
+    path = tmp_path / "bench.csv"
+    path.touch()
+    rows = run([LAYER], path, CPU, 3, lambda _: None, "abc")
+    assert read(path) == rows
+
+
 @pytest.mark.parametrize(("page", "brief"), [("README.md", True), ("benchmarks/h200.md", False)])
 def test_pages_have_the_records_table(page, brief):
     """Made by `dcnet bench --out benchmarks/results/h200.csv --render --into PAGE`, with --brief for the README."""

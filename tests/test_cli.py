@@ -2,8 +2,12 @@
 
 import inspect
 import json
+import os
+import re
 import shutil
+import sys
 import typing
+from pathlib import Path
 
 import pytest
 import typer
@@ -11,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import dcnet
-from dcnet.cli import app
+from dcnet.cli import app, main
 from dcnet.figures import make_figure
 from dcnet.formulas.catalogue import CATALOGUES
 
@@ -67,7 +71,6 @@ def test_train_evaluate_runs(tmp_path):
     shown = call("evaluate", str(run), "--device", "cpu")
     assert f"accuracy {dcnet.Run(run).accuracy:.2f}%" in shown.output
     assert "digits, cnn9_narrow" in call("runs", str(tmp_path)).output
-    assert f"no runs under {tmp_path / 'none'}" in call("runs", str(tmp_path / "none")).output
     again = call("train", "--resume", str(run), "--device", "cpu")
     assert again.exit_code == 0
     # a file of a recipe, changed by a flag
@@ -87,13 +90,21 @@ def test_train_evaluate_runs(tmp_path):
 
 
 def test_train_errors(tmp_path):
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "folder.json").mkdir()
     for arguments, message in [
         (
             ["--data", "cifar10", "--data-root", str(tmp_path)],
             "cifar-10-batches-bin/data_batch_1.bin is missing (and 5 more)",
         ),
         (["--recipe", "paper"], "unknown recipe 'paper'"),
-        (["--recipe", "nothing.json"], "nothing.json"),
+        (["--recipe", "nothing.json"], "--recipe nothing.json does not exist; possible: a JSON file, or paper-cifar"),
+        (["--recipe", str(tmp_path / "bytes.json")], f"--recipe {tmp_path / 'bytes.json'} is not text"),
+        (["--recipe", str(tmp_path / "folder.json")], f"--recipe {tmp_path / 'folder.json'} is a folder"),
+        (["--epochs", "2", "--steps", "3"], "error: --epochs 2 and --steps 3 are two lengths of one run"),
+        (["--weighting", "foo"], "(on the command line: none, linear, joint, separate)"),
+        (["--magnitude", "rational"], "for a formula of your own, give its file: --formulas FILE"),
+        (["--angular", "rational"], "for a formula of your own, give its file: --formulas FILE"),
         (["--resume", str(tmp_path)], "is not a run folder"),
         (
             ["--resume", str(tmp_path), "--lr", "0.1", "--epochs", "3"],
@@ -143,8 +154,11 @@ def test_attack(tmp_path):
     ]
     shown = call("attack", str(run), *flags)
     assert shown.exit_code == 0, shown.output
-    assert "bim:iterations=2" in shown.output
-    assert "Check-up:" in shown.output
+    assert "bim:steps=2" in shown.output  # as it was typed
+    words = " ".join(shown.output.split())
+    assert f"{run}: 40 images, ε = 25.5/255, true labels, each on the survivors of the last" in words
+    assert f"Check-up: white-box attacks on {run} itself; the first 10 images" in words
+    assert "at ε = 0 the accuracy on these 10 images is" in words
     transfer = call(
         "attack",
         str(run),
@@ -160,12 +174,22 @@ def test_attack(tmp_path):
         "--separate",
     )
     assert transfer.exit_code == 0, transfer.output
+    assert f"{run}: 20 images made on {run}, ε = 8/255" in " ".join(transfer.output.split())
     first, second = json.loads((run / "attacks.json").read_text())
     assert (first["images"], first["eps"], len(first["attacks"])) == (40, 0.1, 2)
+    assert first["attacks"][1]["attack"] == "bim:iterations=2"  # as in earlier records
+    assert "bim:steps=2 " in call("attack", str(run), "--records").output
+    sizes = ["--attacks", "fgsm,deepfool:steps=20", "--limit", "20", "--check-images", "5", "--device", "cpu"]
+    shown = call("attack", str(run), *sizes, "--from", str(run))
+    words = " ".join(shown.output.split())
+    assert "each on the survivors of the last, DeepFool on all that are classified right" in words
+    assert f"Check-up: white-box attacks on {run} itself, and not the images made on {run}; the first 5 images" in words
+    assert re.search(r"│ deepfool:steps=20 │ +\d+ │ +│ +[\d.]+ in ℓ2 │", shown.output)
     assert first["check-up"]["images"] == 10
     assert (second["transfer"], second["cumulative"], second["from"]) == (True, False, str(run))
     for arguments, message in [
         (["--attacks", "fgms"], "unknown attack 'fgms'. Did you mean 'fgsm'"),
+        (["--attacks", "fgsm,foo"], "unknown attack 'foo'. Known: fgsm, bim"),  # and no guess
         (["--eps", "8/0"], "eps='8/0' is no number"),
         (["--eps", "-1"], "eps must be a finite number"),
         (["--from", str(tmp_path)], "is not a run folder"),
@@ -250,3 +274,117 @@ def test_flags_are_called_after_their_parameters():
                 named = isinstance(option, typer.models.OptionInfo) and (option.param_decls or option.default)
                 if isinstance(option, typer.models.OptionInfo) and not str(named).startswith(("--", "('--")):
                     assert (option.metavar or "").lower() != parameter.name, f"name the flag: --{parameter.name}"
+
+
+def test_table_errors(tmp_path):
+    """What can be found before anything is trained or written."""
+    book = Path(__file__).parent.parent / "results" / "tables" / "ledger.jsonl"
+    page, picture = tmp_path / "page.md", tmp_path / "a.png"
+    page.write_text("no marks\n")
+    picture.write_bytes(b"\xff")
+    for arguments, message in [
+        (["--list", "--ledger", tmp_path / "none"], f"--ledger {tmp_path / 'none'} does not exist"),
+        (["--render", tmp_path / "new", "--ledger", tmp_path], f"--ledger {tmp_path} is a folder"),
+        (
+            ["--into", tmp_path / "none.md", "--ledger", book],
+            f"{tmp_path / 'none.md'} does not exist; possible: a file",
+        ),
+        (["--into", tmp_path, "--ledger", book], f"{tmp_path} is a folder"),
+        (["--into", picture, "--ledger", book], f"{picture} is not text"),
+        (
+            ["cause", "--render", tmp_path / "new", "--into", page, "--ledger", book],
+            f"{page} has no place for cause; a table goes between the lines <!-- dcnet table cause: begin -->",
+        ),
+        (["--render", picture, "--ledger", book], f"--render {picture} is a file; possible: a folder"),
+        (["cnn9", "--budget", "0"], "budget='0' leaves no time for any cell"),
+        (["cnn9", "--budget", "0h0m"], "budget='0h0m' leaves no time"),
+        (["cnn9", "--set", "precision"], "--set precision: give a value, as in precision=bf16"),
+    ]:
+        result = call("table", *map(str, arguments), "--runs", str(tmp_path / "runs"))
+        assert result.exit_code == 1, (arguments, result.output)
+        assert result.output.startswith("error: ")
+        assert message in result.output
+        assert result.output.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    begin, end = "<!-- dcnet table cause: begin -->", "<!-- dcnet table cause: end -->"
+    page.write_bytes(f"before\r\n{begin}\r\n{end}\r\nafter\r\n".encode())
+    assert "cause put in place" in call("table", "--into", str(page), "--ledger", str(book)).output
+    assert page.read_bytes().startswith(b"before\r\n")
+    listed = call("table", "--list", "--ledger", str(book)).output
+    assert "Time of a device" in listed
+
+
+def test_errors_name_files_and_have_no_numbers(tmp_path):
+    (tmp_path / "file").touch()
+    for arguments, message in [
+        (["explore", "--no-open", "-o", tmp_path], f"error: --out {tmp_path} is a folder; possible: a file, such as"),
+        (["explore", "--no-open", "-o", tmp_path / "file" / "a.html"], f"error: {tmp_path / 'file'}: "),
+        (["figure", "functions", "-o", tmp_path / "file" / "a.png"], f"error: {tmp_path / 'file'}: "),
+        (["runs", tmp_path / "none"], f"error: {tmp_path / 'none'} does not exist; possible: a folder"),
+        (["runs", tmp_path / "file"], f"error: {tmp_path / 'file'} is a file; possible: a folder"),
+    ]:
+        result = call(*map(str, arguments))
+        assert result.exit_code == 1, result.output
+        assert result.output.startswith(message)
+        assert "Errno" not in result.output
+        assert result.output.count("\n") == 1
+
+
+def test_no_runs_yet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("runs")
+    assert (result.exit_code, result.output) == (0, "no runs under runs\n")
+
+
+@pytest.mark.parametrize(("name", "module"), [("attack", "attack"), ("figure", "figure"), ("evaluate", "evaluate")])
+def test_interrupted(tmp_path, monkeypatch, name, module):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"dcnet.cli.{module}.register", interrupt)
+    result = call(name, *(["functions"] if name == "figure" else [str(tmp_path)]))
+    assert result.exit_code == 130
+    assert result.stderr == "stopped\n"
+
+
+@pytest.mark.parametrize("arguments", [["operators"], ["--help"], ["--version"], ["runs", "--json"], ["train"]])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_full_output(tmp_path, monkeypatch, capsys, arguments):
+    """One line says so, wherever it was printed: by a command, by typer, or by training."""
+    monkeypatch.chdir(tmp_path)
+    more = ["--steps", "1", "--batch", "8", "--device", "cpu"] if arguments == ["train"] else []
+    monkeypatch.setattr(sys, "argv", ["dcnet", *arguments, *more])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+
+
+def test_output_that_nobody_reads(monkeypatch, capsys):
+    """Silent for a pipe that was closed, as by head; a line where there is no output at all."""
+    monkeypatch.setattr(sys, "argv", ["dcnet", "operators"])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert (end.value.code, capsys.readouterr().err) == (1, "")
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: the output cannot be written: it is closed\n"
+
+
+def test_help_says_what_flags_do():
+    def text(command):
+        return " ".join(re.sub(r"[│╭╮╰╯─]", " ", call(command, "--help").output).split())
+
+    assert "Restrict which layers are decoupled (default: all convolutions except gates)." in text("train")
+    assert "Several patterns select more layers" in text("finetune")
+    assert "may be repeated; cells are trained in that order." in text("table")
+    assert "Start a cell only if, judged by earlier cells, it will finish within the budget." in text("table")
+    assert "Overwrite earlier records of the same attack" in text("attack")

@@ -95,6 +95,26 @@ def test_one_odd_result_does_not_hide_the_others(trained, tmp_path):
     assert shown.count("cannot be read") == 3
 
 
+@pytest.mark.parametrize("columns", [None, "60", "40"])
+def test_narrow_lists_of_runs(trained, tmp_path, monkeypatch, columns):
+    """Paths and words stay whole; columns that do not fit are named, or all are there where no width was asked for."""
+    monkeypatch.chdir(tmp_path)
+    name = "runs/a-name-that-has-many-words-in-it" if columns is None else "runs/a-name-of-one-word"
+    shutil.copytree(trained, name)
+    result = CliRunner().invoke(app, ["runs"], env={"COLUMNS": columns, "NO_COLOR": "1"})
+    assert f"│ {name} │" in result.stdout
+    found = set(re.findall(r"[\w/.%-]{2,}", result.stdout))
+    assert found <= {*f"run data model test accuracy {name} digits cnn9_narrow plain".split()} | {
+        *re.findall(r"[\w/.%-]+", result.stdout if columns is None else f"{dcnet.Run(name).accuracy:.2f}% operator")
+    }
+    if columns is None:
+        assert {"parameters", "epochs", "loss", "seconds"} <= found
+        assert result.stderr == ""
+    else:
+        assert max(map(len, result.stdout.splitlines())) <= max(int(columns), len(name) + 20)
+        assert "parameters; epochs; loss; seconds. dcnet runs --json shows all" in result.stderr
+
+
 def test_other_encodings(odd):
     """Redirected, where the encoding has no θ and no box."""
     command = """
@@ -200,7 +220,7 @@ def test_sorting_and_comparing(trained, tmp_path):
     assert "is not a run folder" in call("runs", "--compare", tmp_path / "a", tmp_path / "none").output
 
 
-def test_lists(tmp_path):
+def test_lists(tmp_path, monkeypatch):
     for command, names in (
         ("models", dcnet.list_models()),
         ("recipes", RECIPES),
@@ -212,9 +232,11 @@ def test_lists(tmp_path):
         for name in names:
             assert re.search(rf"│ {re.escape(name)} ", shown.output), name
     assert "[64]×3, [128]×3, [256]×3, 512-d" in call("models").output
-    assert f"not under {tmp_path}: dcnet train --data cifar10 --download" in words(
+    assert f"not under {tmp_path}: dcnet train --data cifar10 --data-root {tmp_path} --download" in words(
         call("data", "--data-root", tmp_path)
     )
+    monkeypatch.chdir(tmp_path)
+    assert "not under data: dcnet train --data cifar10 --download" in words(call("data"))
     assert "sphere" not in call("operators", "--kind", "angular").output
     assert "unknown kind 'both'; possible: all, magnitude, angular" in call("operators", "--kind", "both").output
 
@@ -288,7 +310,7 @@ def test_predict(trained, tmp_path):
 
 
 def test_predict_for_an_image_folder(tmp_path):
-    """The same middle of the image as in evaluation; classes by name, or by number where the folder has gone."""
+    """The same middle of the image as in evaluation; classes by name, also where the folder has gone."""
     image = pytest.importorskip("PIL.Image", reason="predict needs Pillow")
     for part in ("train", "val"):
         for shade, name in ((60, "dark"), (200, "light")):
@@ -308,4 +330,4 @@ def test_predict_for_an_image_folder(tmp_path):
     shutil.rmtree(tmp_path / "images")
     shown = call("predict", run.folder, path, "--device", "cpu")
     assert shown.exit_code == 0
-    assert "the names of the classes are not known here" in words(shown)
+    assert f"│ {entry['prediction']} │" in words(shown)

@@ -76,3 +76,13 @@ def test_attack_a_run(run):
 def test_help_knows_every_data_set():
     text = " ".join(call("train", "--help").output.replace("│", " ").split())
     assert f"Data set: {', '.join(NAMES)}, or {FOLDER}PATH." in text
+
+
+def test_classes_of_a_run_that_does_not_say(run, monkeypatch):
+    """Runs of older versions: the names come from the data, or are numbers."""
+    monkeypatch.setattr(type(run), "classes", ())
+    assert classes_of(run) == (tuple("0123456789"), None)
+    monkeypatch.setattr(run, "recipe", dcnet.make_recipe(data=f"{FOLDER}nowhere", image_size=8))
+    names, note = classes_of(run)
+    assert names == tuple("0123456789")
+    assert "the names of the classes are not known here: imagefolder:nowhere has 0 of 10" in note

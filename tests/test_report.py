@@ -228,6 +228,13 @@ def test_the_result_table_fits(runs, browser, tmp_path, width):
         }
 
 
+def test_attacks_are_named_as_one_types_them(runs, tmp_path):
+    folder = attacked(tmp_path / "one", runs[1], (40.0, 8, 1000, MASKED), attack="pgd:iterations=100:restarts=5")
+    text = write_report([folder], tmp_path / "out").read_text()
+    assert "iterations=" not in text
+    assert text.count("pgd:<wbr>steps=100:<wbr>restarts=5") >= 2
+
+
 @pytest.mark.parametrize("file", ["result.json", "attacks.json", "metrics.jsonl"])
 def test_a_damaged_file_is_named(file, runs, tmp_path):
     folder = tmp_path / "damaged"

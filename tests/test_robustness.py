@@ -11,7 +11,7 @@ import dcnet
 from dcnet import robustness
 from dcnet.data import load_data
 from dcnet.robustness import bim, check_up, deepfool, evaluate, fgsm, parse_attack, pgd, square
-from dcnet.robustness.evaluate import run_attack
+from dcnet.robustness.evaluate import as_typed, run_attack
 
 EPS = 0.05
 
@@ -363,6 +363,9 @@ def test_parsing():
     assert parse_attack("pgd:steps=50:restarts=5").parameters == {"iterations": 50, "restarts": 5}
     assert parse_attack("bim:step=2/255").parameters["step"] == pytest.approx(2 / 255)
     assert parse_attack("pgd:random_start=false:norm=l2").parameters == {"random_start": False, "norm": "l2"}
+    for typed in ("fgsm", "pgd:steps=50:restarts=5", "deepfool:steps=5:norm=linf", "bim:step=0.1:steps=2"):
+        assert as_typed(str(parse_attack(typed))) == typed
+        assert as_typed(typed) == typed
     for text, message in [
         ("pdg", r"unknown attack 'pdg'. Did you mean 'pgd'\? Known: fgsm, bim"),
         ("pgd:stps=5", r"'stps=5' is no parameter of pgd. Possible: step=…, steps=…"),

@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "checkpoints: what follows is done again",
         "layers/fusion.py",
-        "return repeating not in (-1, self.waiting.backward) and self.holds(self.conv.module)",
+        "return repeating not in (-1, self.waiting.backward) and self.finishes(self.conv.module)",
         "return False",
         "test_fuse.py",
     ),
@@ -478,8 +478,8 @@ MUTANTS = [
     Mutant(
         "recomputation counted",
         "util/compat.py",
-        "torch._C._current_graph_task_id() != -1",
-        "False",
+        "return backward_pass() != -1",
+        "return False",
         "test_layers.py",
     ),
     Mutant(
@@ -961,7 +961,7 @@ MUTANTS = [
     Mutant(
         "fuse: a changed result behind an activation",
         "layers/fusion.py",
-        "if waits and self.norm is None:",
+        "if waits and not shared:",
         "if False:",
         "test_fuse.py",
     ),
@@ -1331,8 +1331,8 @@ MUTANTS = [
     Mutant(
         "fusion: a part by itself is finished",
         "layers/fusion.py",
-        "fused = not elsewhere and self.holds(conv)",
-        "fused = self.holds(conv)",
+        "return not elsewhere and self.holds(conv)",
+        "return self.holds(conv)",
         "test_fused_code.py",
     ),
 ]

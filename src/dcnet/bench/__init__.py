@@ -2,6 +2,6 @@
 
 from dcnet.bench.cases import Case, cases, model_cases
 from dcnet.bench.records import run
-from dcnet.bench.table import render, render_into
+from dcnet.bench.table import around, read_page, render, render_into
 
-__all__ = ["Case", "cases", "model_cases", "render", "render_into", "run"]
+__all__ = ["Case", "around", "cases", "model_cases", "read_page", "render", "render_into", "run"]

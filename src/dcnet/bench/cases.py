@@ -126,10 +126,14 @@ def model_cases(names: Sequence[str], batch: int | None, operator: str, cuda: bo
 
     Converted as `decouple_` does it, with BatchNorm and activation fused, and without; eager, and compiled on a GPU.
     """
+    if operator.count(" + ") != 1:
+        raise ValueError(f"operator {operator!r} must be MAGNITUDE + ANGULAR, as in tanh + cosine")
     dtype, layout = ("bfloat16", "channels_last") if cuda else ("float32", "contiguous")
     providers = ("ours", "ours unfused", "ours compiled") if cuda else ("ours", "ours unfused")
     for name in names or list(MODELS):
         full = name if "@" in name else f"{name}@224"
+        if not full.partition("@")[2].isdecimal():
+            raise ValueError(f"model {name!r}: the size after @ must be a whole number, as in timm:resnet50@224")
         step = Case("model", full, "training step", batch or MODELS.get(full, 64 if cuda else 4), dtype, layout, "", "")
         yield from _with_plain(step, providers, (operator,))
 

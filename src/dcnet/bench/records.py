@@ -9,7 +9,9 @@ import torch
 
 from dcnet.bench.cases import Case
 from dcnet.bench.measure import measure
+from dcnet.util.files import naming
 from dcnet.util.provenance import provenance
+from dcnet.util.text import printable
 
 CASE = [field.name for field in fields(Case)]
 COLUMNS = [*CASE, "metric", "p20", "p50", "p80", "repeats", "device", "torch", "triton", "python", "commit", "note"]
@@ -21,11 +23,28 @@ def read(path: Path) -> list[Row]:
     """Return the rows of a results file; none where there is no file yet."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if rows and list(rows[0]) != COLUMNS:
-        raise ValueError(f"{path} has the columns {', '.join(rows[0])}; expected {', '.join(COLUMNS)}")
-    return rows
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            columns, lines = next(reader, None), [(reader.line_num, line) for line in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV file of records: {error}") from error
+    if columns is None:
+        return []
+    if columns != COLUMNS:
+        raise ValueError(f"{path} has the columns {printable(', '.join(columns))}; expected {', '.join(COLUMNS)}")
+    for number, line in lines:
+        if len(line) != len(COLUMNS) or not _is_number(line[COLUMNS.index("p50")]):
+            raise ValueError(f"{path}, line {number}, is not what `dcnet bench` writes; remove it to go on")
+    return [dict(zip(COLUMNS, line, strict=True)) for _, line in lines]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def run(
@@ -91,8 +110,8 @@ def _together(cases: list[Case], device: torch.device) -> list[list[Case]]:
 
 
 def _append(path: Path, rows: list[Row]) -> None:
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
+    fresh = not path.exists() or path.stat().st_size == 0
+    with naming(path), path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if fresh:
             writer.writeheader()

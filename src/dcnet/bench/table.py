@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dcnet.bench.cases import Case
 from dcnet.bench.records import CASE, Row
+from dcnet.util.files import write_atomically
 
 BEGIN, END = "<!-- dcnet bench: begin -->", "<!-- dcnet bench: end -->"
 # What a reader wants to know first: what cheap and costly operators cost, and what it would cost without these kernels.
@@ -72,12 +73,27 @@ def render(rows: Iterable[Row], brief: bool = False) -> str:
 
 def render_into(path: Path, table: str, begin: str = BEGIN, end: str = END) -> None:
     """Put the table between its two marks in a file."""
-    text = path.read_text()
-    if text.count(begin) != 1 or text.count(end) != 1:
+    before, after = around(path, begin, end)
+    write_atomically(path, f"{before}{begin}\n{table}\n{end}{after}".encode())
+
+
+def around(path: Path, begin: str = BEGIN, end: str = END) -> tuple[str, str]:
+    """Return what is before and after the two marks in a file; raise where they are not there once each, in order."""
+    text = read_page(path)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"{path} must have the lines {begin} and {end} once each, for the table to go between")
-    before, rest = text.split(begin)
-    after = rest.split(end)[1]
-    path.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+    return text.split(begin)[0], text.split(end)[1]
+
+
+def read_page(path: Path) -> str:
+    """Return the text of a file that tables go into; raise where there is none."""
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"{path} {what}; possible: a file with marks that a table goes between")
+    try:
+        return path.read_bytes().decode()  # with its own ends of lines
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}") from error
 
 
 def _case(row: Row) -> Case:

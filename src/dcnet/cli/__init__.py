@@ -1,6 +1,7 @@
 """The command line: `dcnet COMMAND`, also `python -m dcnet COMMAND`."""
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 
 import dcnet
 from dcnet.cli import attack, bench, evaluate, explore, export, figure, finetune, lists, predict, runs, table, train
-from dcnet.cli.common import say
+from dcnet.cli.common import printing, say
 from dcnet.cli.help import CONTEXT, Command, Group
 
 
@@ -54,8 +55,25 @@ for listed in (lists.models, lists.recipes, lists.data, lists.operators):
 
 
 def main() -> None:
-    """Run the command line; what the output's encoding cannot say, such as ‖ in Latin-1, is replaced and no error."""
+    """Run the command line; what the output's encoding cannot say, such as ‖ in Latin-1, is replaced and no error.
+
+    Where the output cannot be written at all, the program ends with a line that says so.
+    """
+    _open_closed()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    with printing():
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+
+
+def _open_closed() -> None:
+    """End the program where its output is closed, as after >&-; closed errors go nowhere."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, as it is needed to the end
+    if sys.stdout is None:
+        sys.stderr.write("error: the output cannot be written: it is closed\n")
+        raise SystemExit(1)

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dcnet.cli.common import DataRoot, Device, Download, RunArgument, console, fail, folder_path, say
+from dcnet.cli.common import DataRoot, Device, Download, RunArgument, fail, folder_path, say, show
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.formulas import parse_number
 from dcnet.robustness import ATTACKS, parse_attack
 from dcnet.robustness.checks import check_eps
-from dcnet.robustness.evaluate import shared_norm
+from dcnet.robustness.evaluate import as_typed, shared_norm
 from dcnet.robustness.records import conditions, in_words, replaced
 from dcnet.training import Run, attack_run
 from dcnet.training.progress import showing
@@ -56,7 +56,7 @@ def attack(
     trust_formulas: TrustFormulas = False,
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Take the place of records of the same attack, ε, images, labels and source."),
+        typer.Option("--replace", help="Overwrite earlier records of the same attack, ε, images, labels and source."),
     ] = False,
     records: Annotated[bool, typer.Option("--records", help="Only list what was recorded, with numbers.")] = False,
     forget: Annotated[str | None, typer.Option(help="Only remove records: their numbers, as in 1,3, or all.")] = None,
@@ -158,20 +158,50 @@ def parse_eps(text: str) -> float:
 
 
 def _show(run: Path, result: dict[str, Any]) -> None:
-    how = "each on the survivors of the last" if result["cumulative"] else "each on all images"
     table = Table(
-        title=f"{printable(run)}: {result['images']} images, ε = {255 * result['eps']:g}/255, "
-        f"{result['labels']} labels, {how}"
+        title=f"{printable(run)}: {result['images']} images{_made_on(result)}, ε = {255 * result['eps']:g}/255, "
+        f"{result['labels']} labels, {_seen(result)}"
     )
     for column in ("attack", "attacked", "accuracy left", "median size", "seconds"):
         table.add_column(column, justify="left" if column == "attack" else "right")
     table.add_row("none", str(result["images"]), f"{result['clean']:.2f}%", "", "")
     for entry in result["attacks"]:
         accuracy = f"{entry['accuracy']:.2f}%" if "accuracy" in entry else ""
-        median = "" if entry.get("median") is None else f"{entry['median']:.4f}"
-        table.add_row(entry["attack"], str(entry["attacked"]), accuracy, median, f"{entry['seconds']:.1f}")
-    console().print(table)
+        name = as_typed(entry["attack"])
+        table.add_row(name, str(entry["attacked"]), accuracy, _median(entry), f"{entry['seconds']:.1f}")
+    show(table)
     if "check-up" in result:
-        for test in result["check-up"]["tests"]:
-            say(f"  {'ok  ' if test['passed'] else 'FAIL'} {test['test']}: {test['words']}")
-        say(f"Check-up: {result['check-up']['verdict']}")
+        _show_check_up(run, result)
+
+
+def _made_on(result: dict[str, Any]) -> str:
+    return f" made on {printable(result['from'])}" if result["transfer"] else ""
+
+
+def _seen(result: dict[str, Any]) -> str:
+    """Say which images the attacks have seen; DeepFool, whose sizes are wanted of all, never only survivors."""
+    names = [parse_attack(entry["attack"]).name for entry in result["attacks"]]
+    everything = "all images" if result["labels"] == "predicted" else "all that are classified right"
+    words = []
+    if set(names) != {"deepfool"}:
+        words.append("each on the survivors of the last" if result["cumulative"] else f"each on {everything}")
+    if "deepfool" in names:
+        words.append(f"DeepFool on {everything}")
+    return ", ".join(words)
+
+
+def _median(entry: dict[str, Any]) -> str:
+    """Return the median size of perturbations with its norm; nothing where the attack is not about sizes."""
+    if entry.get("median") is None:
+        return ""
+    norm = parse_attack(entry["attack"]).parameters.get("norm", "l2")
+    return f"{entry['median']:.4f} in {'ℓ2' if norm == 'l2' else 'ℓ∞'}"
+
+
+def _show_check_up(run: Path, result: dict[str, Any]) -> None:
+    found = result["check-up"]
+    other = f", and not the images{_made_on(result)}" if result["transfer"] else ""
+    say(f"Check-up: white-box attacks on {run} itself{other}; the first {found['images']} images")
+    for test in found["tests"]:
+        say(f"  {'ok  ' if test['passed'] else 'FAIL'} {test['test']}: {test['words']}")
+    say(f"Check-up: {found['verdict']}")

@@ -1,12 +1,18 @@
 """`dcnet bench`: what decoupling costs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcnet.cli.common import say
+from dcnet.cli.common import echo, fail, say
+from dcnet.util.files import check_writable
 from dcnet.util.suggest import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcnet.bench import Case
 
 
 def bench(
@@ -38,8 +44,6 @@ def bench(
     into: Annotated[Path | None, typer.Option(help="Put the table into this file, between its marks.")] = None,
 ) -> None:
     """Measure what decoupling costs, as a ratio to the plain network in the same run."""
-    import torch
-
     from dcnet import bench as benchmarks
     from dcnet.bench.records import read
 
@@ -49,32 +53,48 @@ def bench(
         )
     if what != "models" and (model or batch):
         raise typer.BadParameter("--model and --batch go with --what models", param_hint="--what")
-    if render:
-        if not out.exists():
-            raise typer.BadParameter(f"{out} does not exist", param_hint="--out")
-        rows = read(out)
-    else:
-        cuda = torch.cuda.is_available() and not cpu
-        if not cuda:
-            say("no GPU: small shapes on the CPU" if not cpu else "on the CPU: small shapes")
-        device = torch.device("cuda" if cuda else "cpu")
-        of_others = what == "models"
-        chosen_cases = (
-            benchmarks.model_cases(model or [], batch, operator, cuda)
-            if of_others
-            else benchmarks.cases(cuda, what, quick)
-        )
-        possible = list(chosen_cases)
-        # with their plain twins, which they are ratios to
-        wanted = [case for chosen in possible if match in chosen.title for case in (chosen.plain, chosen)]
-        if not wanted:
-            names = ", ".join(dict.fromkeys(case.name for case in possible))
-            raise typer.BadParameter(
-                f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match"
+    if render and not out.exists():
+        raise typer.BadParameter(f"{out} does not exist", param_hint="--out")
+    try:
+        if into is not None:
+            benchmarks.around(into)  # a file without marks is better found now
+        if render:
+            rows = read(out)
+        else:
+            check_writable(out)
+            device = _device(cpu)
+            cuda = device.type == "cuda"
+            possible = (
+                benchmarks.model_cases(model or [], batch, operator, cuda)
+                if what == "models"
+                else benchmarks.cases(cuda, what, quick)
             )
-        rows = benchmarks.run(wanted, out, device, repeats, say, commit)
-    table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")], brief)
+            rows = benchmarks.run(_matching(list(possible), match), out, device, repeats, say, commit)
+        table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")], brief)
+        if into is not None:
+            benchmarks.render_into(into, table)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        fail(error)
     if into is None:
-        typer.echo(table)
-    else:
-        benchmarks.render_into(into, table)
+        echo(table)
+
+
+def _device(cpu: bool) -> "torch.device":
+    """Return what is measured on, and say so where it is the CPU."""
+    import torch
+
+    if torch.cuda.is_available() and not cpu:
+        return torch.device("cuda")
+    say("on the CPU: small shapes" if cpu else "no GPU: small shapes on the CPU")
+    return torch.device("cpu")
+
+
+def _matching(possible: list["Case"], match: str) -> list["Case"]:
+    """Return the cases with this in their lines, each with its plain twin, which it is a ratio to."""
+    wanted = [case for chosen in possible if match in chosen.title for case in (chosen.plain, chosen)]
+    if not wanted:
+        names = ", ".join(dict.fromkeys(case.name for case in possible))
+        raise typer.BadParameter(
+            f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match"
+        )
+    return wanted

@@ -22,6 +22,8 @@ def explore(
 ) -> None:
     """Explore magnitudes and angular functions in the browser: curves, response, vectors, and the layer to copy."""
     try:
+        if out is not None and out.is_dir():
+            raise ValueError(f"--out {out} is a folder; possible: a file, such as {out / 'explorer.html'}")
         register(formulas)
         page = render()
     except (ValueError, FileNotFoundError) as error:

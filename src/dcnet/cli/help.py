@@ -1,8 +1,11 @@
-"""How commands show their help: -h too, and no type after a flag that takes no value."""
+"""How commands show their help, -h too and no type after a flag that takes no value, and how Ctrl-C ends them."""
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from dcnet.cli.common import say
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
@@ -20,7 +23,14 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The same for the commands together."""
+    """The same for the commands together; Ctrl-C ends each with a word, where it does not say more itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("stopped", stderr=True)
+            raise typer.Exit(130) from None
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))

@@ -2,6 +2,7 @@
 
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -71,8 +72,11 @@ def data(data_root: DataRoot = Path("data")) -> None:
         else:
             classes = len(OFFICIAL[name].classes)
             missing = [file for file in OFFICIAL[name].files if not (data_root / file).is_file()]
+            flag = "" if data_root == Path("data") else f" --data-root {quote(str(data_root))}"
             where = (
-                f"under {data_root}" if not missing else f"not under {data_root}: dcnet train --data {name} --download"
+                f"under {data_root}"
+                if not missing
+                else f"not under {data_root}: dcnet train --data {name}{flag} --download"
             )
         rows.append([name, classes, where])
     rows.append([f"{FOLDER}PATH", "", "a folder of yours: PATH/train/CLASS/… and PATH/val/CLASS/…"])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcnet.cli.common import Device, TrainedArgument, fail, say, show_table
+from dcnet.cli.common import Device, TrainedArgument, echo, fail, say, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.training import Prediction, classes_of, open_trained, predict_run
 from dcnet.util.text import valid
@@ -38,7 +38,7 @@ def predict(
     unreadable = [prediction for prediction in predictions if prediction.error is not None]
     if as_json:
         entries = [_entry(prediction) for prediction in (*read, *unreadable)]
-        typer.echo(valid(json.dumps(entries, indent=2, ensure_ascii=False)))
+        echo(valid(json.dumps(entries, indent=2, ensure_ascii=False)))
     else:
         _show(run, read)
         for prediction in unreadable:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dcnet.cli.common import fail, folder_path, run_row, say, show_runs, show_table
+from dcnet.cli.common import echo, fail, folder_path, run_row, say, show_runs, show_table
 from dcnet.training import Run
 from dcnet.training.run import run_folders
 from dcnet.util.suggest import nearest
@@ -39,9 +39,10 @@ _ORDERS: dict[str, Callable[[Run], Any]] = {
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder to look in.", parser=folder_path, metavar="FOLDER")] = Path(
-        "runs"
-    ),
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder to look in; runs if not given.", parser=folder_path, metavar="FOLDER"),
+    ] = None,
     sort: Annotated[
         str,
         typer.Option(
@@ -65,8 +66,12 @@ def runs(
         if compare is not None:
             _compare(Run(compare[0]), Run(compare[1]), as_json)
             return
+        if folder is not None and not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise ValueError(f"{folder} {what}; possible: a folder in which there are run folders")
     except (ValueError, OSError) as error:
         fail(error)
+    folder = Path("runs") if folder is None else folder
     found: list[tuple[Any, list[str], dict[str, Any]]] = []
     unreadable: dict[str, str] = {}
     for path in run_folders(folder):
@@ -103,7 +108,7 @@ def _entry(run: Run) -> dict[str, Any]:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(valid(json.dumps(value, indent=2, ensure_ascii=False)))
+    echo(valid(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 _RESULTS = ("accuracy", "loss", "epochs", "steps", "seconds", "images_per_second", "parameters")

@@ -8,8 +8,9 @@ import torch
 import typer
 from rich.table import Table as Shown
 
-from dcnet.bench import render_into
-from dcnet.cli.common import DataRoot, Device, Download, console, fail, say
+from dcnet.bench import around, read_page, render_into
+from dcnet.cli.common import DataRoot, Device, Download, fail, say
+from dcnet.cli.common import show as show_made
 from dcnet.cli.own_formulas import Formulas, register
 from dcnet.cli.train import value_of_flag
 from dcnet.tables import (
@@ -50,7 +51,8 @@ def table(
     match: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only cells with this in their name, such as SegConv; may be repeated, and is then an order."
+            help="Only cells with this in their name, such as SegConv; may be repeated; cells are trained in that "
+            "order."
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells trained at once on the device.")] = 1,
@@ -60,7 +62,7 @@ def table(
     only_whole: Annotated[
         bool,
         typer.Option(
-            "--only-whole", help="Begin no cell that would not end within the budget, judged by those that did."
+            "--only-whole", help="Start a cell only if, judged by earlier cells, it will finish within the budget."
         ),
     ] = False,
     runs: Annotated[Path, typer.Option(help="Folder of the cells' run folders.")] = Path("runs/tables"),
@@ -103,6 +105,10 @@ def table(
         chosen = [find_table(name) for name in names or ([] if not (show or render or into) else TABLES)]
         if not chosen:
             raise ValueError(f"name the tables to train; known: {', '.join(TABLES)}")
+        if ledger is not None and (show or render or into) and not ledger.is_file():
+            what = "is a folder" if ledger.is_dir() else "does not exist"
+            raise ValueError(f"--ledger {ledger} {what}; possible: a file that `dcnet table` has written")
+        seconds = _seconds(budget)
         book = Ledger(ledger or runs / "ledger.jsonl")
         if render is not None or into:
             _write(chosen, book, render, into or [], _set(fields or []))
@@ -122,7 +128,6 @@ def table(
             _show(plans, book)
             _show_others(plans, book, which, settings)
             return
-        seconds = _seconds(budget)
         options = {"data_root": data_root, "download": download, "device": device}
         tasks = in_order(task for one in plans for task in one.missing)
         runner = Runner(book, say, options, keep_weights, keep_records)
@@ -159,7 +164,10 @@ def _seconds(text: str | None) -> float:
     if not text or found is None:
         raise ValueError(f"budget={text!r} must be a duration, as in 9m, 1h30m or 540s")
     hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return 3600.0 * hours + 60.0 * minutes + seconds
+    total = 3600.0 * hours + 60.0 * minutes + seconds
+    if total == 0.0:
+        raise ValueError(f"budget={text!r} leaves no time for any cell; possible: a duration, as in 9m, 1h30m or 540s")
+    return total
 
 
 def _set(fields: list[str]) -> dict[str, Any]:
@@ -167,6 +175,8 @@ def _set(fields: list[str]) -> dict[str, Any]:
     values = {}
     for text in fields:
         name, equals, value = text.partition("=")
+        if not equals and name in hints:
+            raise ValueError(f"--set {text}: give a value, as in precision=bf16")
         if not equals or name not in hints:
             raise ValueError(
                 f"--set {text}: must be FIELD=VALUE with a field of a recipe.{nearest(name, hints)} Known: "
@@ -179,7 +189,7 @@ def _set(fields: list[str]) -> dict[str, Any]:
 def _show(plans: list[Plan], ledger: Ledger) -> None:
     expected = costs(plans, ledger)
     shown = Shown(
-        "table", "cells done", "missing", "will cost", title="Seconds of a device, judged by cells that are done"
+        "table", "cells done", "missing", "will cost", title="Time of a device, judged by cells that are done"
     )
     for one in plans:
         known = [expected[task.title] for task in one.missing]
@@ -189,7 +199,7 @@ def _show(plans: list[Plan], ledger: Ledger) -> None:
             filter(None, (f"{total / 60:.1f} min" if total else "", f"{unknown} × unknown" if unknown else ""))
         )
         shown.add_row(f"{one.table.name}: {one.table.title}", str(len(one.done)), str(len(one.missing)), words)
-    console().print(shown)
+    show_made(shown)
     if len(plans) == 1:
         for cell, entry in plans[0].done:
             attack = None if cell.attack is None else cell.attack[1]
@@ -223,15 +233,31 @@ def _write(chosen: list[Any], ledger: Ledger, folder: Path | None, files: list[P
     texts = {one.name: text for one in chosen if (text := markdown(one, ledger, **settings))}
     if not texts:
         raise ValueError(f"{ledger.path} has no cell of these tables yet")
+    placed = {file: _marked(file, list(texts)) for file in files}  # all, before anything is written
     if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--render {folder} is a file; possible: a folder for tables.md and tables.html")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(
             folder / "tables.md", ("# The paper's tables, measured\n\n" + "\n\n".join(texts.values()) + "\n").encode()
         )
         write_atomically(folder / "tables.html", page(chosen, ledger, **settings).encode())
         say(f"{folder / 'tables.md'} and {folder / 'tables.html'} written")
-    for file in files:
-        wanted = [name for name in texts if marks(name)[0] in file.read_text()]
+    for file, wanted in placed.items():
         for name in wanted:
             render_into(file, texts[name], *marks(name))
-        say(f"{file}: {', '.join(wanted) or 'no table'} put in place")
+        say(f"{file}: {', '.join(wanted)} put in place")
+
+
+def _marked(file: Path, names: list[str]) -> list[str]:
+    """Return those of the tables for which the file has marks; raise where it has none of any, or damaged ones."""
+    text = read_page(file)
+    found = [name for name in names if marks(name)[0] in text]
+    if not found:
+        begin, end = marks(names[0] if len(names) == 1 else "NAME")
+        raise ValueError(
+            f"{file} has no place for {', '.join(names)}; a table goes between the lines {begin} and {end}"
+        )
+    for name in found:
+        around(file, *marks(name))
+    return found

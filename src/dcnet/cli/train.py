@@ -94,6 +94,9 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
             for entry in entries
             if values[entry.name] is not None and values[entry.name] != []
         }
+        if "epochs" in given and given.get("steps") is not None:
+            both = f"--epochs {values['epochs']} and --steps {values['steps']}"
+            fail(ValueError(f"{both} are two lengths of one run; possible: one of them"))
         command(given=given, **{p.name: values[p.name] for p in own})
 
     flags = []
@@ -191,7 +194,7 @@ def carry_out(choose: Callable[[], tuple[Recipe, Path | None]], **options: Any) 
         done = train_recipe(*choose(), **options)
         row = run_row(done)
     except (ValueError, OSError, RuntimeError, NonFiniteLoss, ImportError) as error:
-        fail(error)
+        fail(_with_flag(error))
     except KeyboardInterrupt as interruption:
         if first:
             say(str(interruption) or "interrupted; what the last checkpoint has is kept", stderr=True)
@@ -202,6 +205,13 @@ def carry_out(choose: Callable[[], tuple[Recipe, Path | None]], **options: Any) 
             ValueError, OSError, KeyboardInterrupt
         ):  # `dcnet report` makes what is missing, or says why it cannot
             inspect_run(done, options["data_root"])
+
+
+def _with_flag(error: Exception) -> Exception:
+    """Return the error; that of an unknown formula with the flag that makes one's own known."""
+    if isinstance(error, ValueError) and str(error).startswith(("unknown magnitude ", "unknown angular ")):
+        return ValueError(f"{error}; for a formula of your own, give its file: --formulas FILE")
+    return error
 
 
 def _check_resumed(given: dict[str, Any], recipe: str | None, run: Path | None, overwrite: bool) -> None:
@@ -223,4 +233,10 @@ def base_recipe(recipe: str | None) -> Recipe:
     """Return the recipe of that name, or the one that the file holds."""
     if recipe is None or recipe in RECIPES or not (recipe.endswith(".json") or Path(recipe).is_file()):
         return make_recipe(recipe)
-    return read_recipe(recipe)
+    if not Path(recipe).is_file():
+        what = "is a folder" if Path(recipe).is_dir() else "does not exist"
+        raise ValueError(f"--recipe {recipe} {what}; possible: a JSON file, or {', '.join(RECIPES)}")
+    try:
+        return read_recipe(recipe)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--recipe {recipe} is not text: {error}") from error

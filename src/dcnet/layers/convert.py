@@ -70,7 +70,8 @@ def decouple_(
         angular: the function g of the new layers.
         where: which layers to convert: a function `where(name, module)`; a pattern of names such as
             "layer[1-4].*.conv2", or "!stem*" for all others; a preset, "spatial" (kernels larger than 1×1),
-            "not-first", "not-depthwise", or "all"; or a list of these. Patterns add up, everything else takes away.
+            "not-first", "not-depthwise", or "all"; or a list of these. Several patterns select more layers; every
+            other condition but "all" removes layers.
             Gates on pooled maps (squeeze-and-excitation) are left alone unless "all" is among them.
         types: the classes to convert, with the subclasses that compute the same; name `nn.Linear` to convert linear
             layers too. timm's `Conv2dSame`, `StdConv2d` and `ScaledStdConv2d` keep their padding and weight

@@ -88,14 +88,8 @@ class Fusion:
     activation_waits: bool | str = False
 
     def forward(self, conv: Any, x: Tensor) -> Tensor:
-        """Return the convolution of x, finished if the modules behind it will hand it through.
-
-        Not where rewritten code would have finished it: this call comes from somewhere else, such as a part of the
-        model that is used by itself.
-        """
-        within = self.within
-        elsewhere = within is not None and (within.fused_code is not None or within.code_is_due)
-        fused = not elsewhere and self.holds(conv) and self.takes(conv, x)
+        """Return the convolution of x, finished if the modules behind it will hand it through."""
+        fused = self.finishes(conv) and self.takes(conv, x)
         y = conv.decouple(x, self.post_ops() if fused else None)[0]
         norm, activation = fused and self.norm is not None, fused and self.activation is not None
         if torch.compiler.is_compiling():
@@ -106,6 +100,16 @@ class Fusion:
             self.waiting.result = ref(y) if fused else None
             self.waiting.backward = backward_pass()
         return y  # type: ignore[no-any-return]
+
+    def finishes(self, conv: Any) -> bool:
+        """Tell whether the convolution does the work of the modules behind it when it is called by itself.
+
+        Not where rewritten code would have done so: this call comes from somewhere else, such as a part of the model
+        that is used alone.
+        """
+        within = self.within
+        elsewhere = within is not None and (within.fused_code is not None or within.code_is_due)
+        return not elsewhere and self.holds(conv)
 
     def takes(self, conv: Any, x: Tensor) -> bool:
         """Tell whether x is a batch: in other inputs a norm may take another dimension for the channels."""
@@ -185,7 +189,7 @@ class Fusion:
         What it begins with is then the convolution's result, finished, as another object.
         """
         repeating = backward_pass()
-        return repeating not in (-1, self.waiting.backward) and self.holds(self.conv.module)
+        return repeating not in (-1, self.waiting.backward) and self.finishes(self.conv.module)
 
     def _check(self, x: Tensor, applied: str) -> None:
         if not self._is_result(x):

@@ -108,7 +108,10 @@ def make_operator(
     operator = Operator(choose("magnitude", magnitude), choose("angular", angular), weighting)
     if weighting not in WEIGHTINGS:
         guess = nearest(weighting, ("linear", "joint", "separate")) if isinstance(weighting, str) else ""
-        raise ValueError(f"unknown weighting {weighting!r}.{guess} Possible: None, 'linear', 'joint', 'separate'")
+        raise ValueError(
+            f"unknown weighting {weighting!r}.{guess} Possible: None, 'linear', 'joint', 'separate' (on the command "
+            "line: none, linear, joint, separate)"
+        )
     if weighting in ("joint", "separate") and not operator.magnitude.formula.uses_norm:
         raise ValueError(
             f"weighting={weighting!r} bends a norm, but the magnitude {operator.magnitude.name!r} has none to bend; "

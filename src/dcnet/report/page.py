@@ -26,6 +26,7 @@ from dcnet.figures.style import room_below
 from dcnet.inspection.examples import STEPS
 from dcnet.report.contents import Shown, differing_fields, gather
 from dcnet.report.pictures import png, svg
+from dcnet.robustness.evaluate import as_typed
 from dcnet.robustness.records import check_ups_of, common_eps
 from dcnet.util.files import write_atomically
 from dcnet.util.text import printable
@@ -101,10 +102,10 @@ def _value(value: Any) -> str:
 
 
 def _breakable(text: str) -> Any:
-    """Return an attack's name, which may go on in the next line after a colon."""
+    """Return an attack's name as one types it, which may go on in the next line after a colon."""
     from markupsafe import Markup, escape
 
-    return Markup(":<wbr>").join(escape(part) for part in text.split(":"))
+    return Markup(":<wbr>").join(escape(part) for part in as_typed(text).split(":"))
 
 
 def _overview(shown: Sequence[Shown]) -> list[str]:

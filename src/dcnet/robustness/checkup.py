@@ -83,7 +83,8 @@ def check_up(
         "two passes over the same images give " + ("the same" if torch.equal(once, again) else "different logits"),
     )
     nothing = found["eps 0"] = accuracy("pgd", 0.0, iterations=2)
-    add("ε = 0", nothing == clean, f"at ε = 0 the accuracy is {nothing:.1f}%, clean {clean:.1f}%")
+    words = f"at ε = 0 the accuracy on these {len(labels)} images is {nothing:.1f}%, clean {clean:.1f}%"
+    add("ε = 0", nothing == clean, words)
 
     lengths = _gradient_lengths(model, images, labels, batch)
     zero = found["zero gradient"] = 100.0 * float((lengths == 0.0).float().mean())

@@ -47,6 +47,13 @@ class Attack:
         return ":".join([self.name, *(f"{key}={value}" for key, value in self.parameters.items())])
 
 
+def as_typed(recorded: str) -> str:
+    """Return the name of an attack as one types it, with the short names of parameters; records have the long ones."""
+    name, *settings = recorded.split(":")
+    pairs = (setting.partition("=") for setting in settings)
+    return ":".join([name, *(f"{_LONG.get(key, key)}{equals}{value}" for key, equals, value in pairs)])
+
+
 def parse_attack(text: str) -> Attack:
     """Return the attack that "pgd:steps=50:restarts=5" names; raise where there is no such attack or parameter."""
     name, *settings = text.split(":")
@@ -180,7 +187,7 @@ def evaluate(
             else:
                 sizes.append(size)
             if progress is not None:
-                progress(str(attack), done, len(seen))
+                progress(as_typed(str(attack)), done, len(seen))
         entry: dict[str, Any] = {"attack": str(attack), "attacked": len(seen)}
         if attack.name == "deepfool":
             entry |= _distribution(torch.cat(sizes) if sizes else torch.zeros(0))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcnet.robustness.checkup import STRONGER, STRONGER_TEST
+from dcnet.robustness.evaluate import as_typed
 
 Record = dict[str, Any]
 
@@ -38,7 +39,7 @@ def conditions(record: Record) -> tuple[Any, ...]:
 def in_words(record: Record) -> str:
     """Describe a record in one line: what was done, under what conditions, and the outcome."""
     found = [
-        f"{entry['attack']} {entry['accuracy']:.2f}%" if "accuracy" in entry else f"{entry['attack']}"
+        as_typed(entry["attack"]) + (f" {entry['accuracy']:.2f}%" if "accuracy" in entry else "")
         for entry in record["attacks"]
     ]
     eps = "ε unknown" if eps_of(record) is None else f"ε·255 = {eps_of(record):g}"
@@ -190,6 +191,7 @@ def _named(record: Record) -> list[tuple[str, Record]]:
     names: list[str] = []
     for entry in record["attacks"]:
         if "accuracy" in entry:
-            names = [*names, entry["attack"]] if record.get("cumulative") else [entry["attack"]]
+            name = as_typed(entry["attack"])
+            names = [*names, name] if record.get("cumulative") else [name]
             found.append((" + ".join(names), entry))
     return found

@@ -62,9 +62,9 @@ class Recipe:
     radius: str = _option("learned", "Operator radius: learned, or a number.")
     where: tuple[str, ...] = _option(
         (),
-        "Which layers to decouple, of those that would be without it: patterns of names such as `layer[1-4].*.conv2`, "
-        "or `!stem*` for all others; spatial (kernels larger than 1×1), not-first, not-depthwise, all (gates "
-        "too). Patterns add up, everything else takes away.",
+        "Restrict which layers are decoupled (default: all convolutions except gates). Patterns of names, such as "
+        "`layer[1-4].*.conv2`, or `!stem*` for all others; or presets: spatial (kernels larger than 1×1), not-first, "
+        "not-depthwise, all (gates too). Several patterns select more layers; every preset but all removes layers.",
     )
     norm: str | None = _option(
         DEFAULT, "Normalization: batch, none, or default for what the network has.", "batch", "none", DEFAULT

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,21 @@ def write_atomically(path: Path, data: bytes) -> None:
                 partial.unlink(missing_ok=True)
             raise
         sync_folder(target.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Raise where nothing can be added to the file: before a long computation rather than after it."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; possible: a file, such as {path / 'NAME'}")
+    try:
+        if path.exists():
+            with path.open("ab"):
+                return
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        with tempfile.TemporaryFile(dir=folder):  # and no folder is made yet
+            pass
+    except OSError as error:
+        raise ValueError(f"nothing can be written into {path}: {error.strerror or error}") from error
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
