@@ -283,3 +283,13 @@ def test_no_hint_to_a_length_that_is_over(tmp_path):
     with pytest.raises(ValueError, match=r"epochs=2.0 there, 1.0 here") as error:
         train(tmp_path / "run", epochs=1.0)
     assert "--resume" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_network(tmp_path):
+    """One reason, and not the names of all tensors."""
+    run = train(tmp_path / "run", steps=1)
+    other = change(run.recipe, model="cnn9")
+    (run.folder / "recipe.json").write_text(other.to_json())
+    with pytest.raises(ValueError, match=r"does not fit .*recipe.json: for one, size mismatch for") as error:
+        dcnet.Run(run.folder).model  # noqa: B018
+    assert len(str(error.value)) < 500

@@ -217,7 +217,7 @@ def test_a_budget_is_kept(quick_plan, monkeypatch):
     said = []
     failed = Runner(ledger, said.append, {"data_root": "data", "device": "cpu"}).run([task], 1, 3600.0)
     assert failed == []
-    assert said == ["time is up; 1 cells stop and go on the next time, 0 were not begun"]
+    assert said == ["time is up; running cells stop and go on the next time: 1; not begun: 0"]
     assert (task.folder / "checkpoint.safetensors").is_file()
     assert ledger.entries == []
     assert "Go on with" in (task.folder / "train.log").read_text()
@@ -464,3 +464,9 @@ def test_cells_in_another_arithmetic_are_named():
         "are done with"
         not in call("table", "cnn9", "--list", "--ledger", ledger, "--device", "cpu", "--set", "precision=bf16").output
     )
+
+
+def test_a_ledger_that_is_none(tmp_path):
+    (tmp_path / "list.jsonl").write_text("[1, 2]\n")
+    with pytest.raises(ValueError, match=r"list.jsonl, line 1, is not what `dcnet table` writes: a cell is an object"):
+        Ledger(tmp_path / "list.jsonl")

@@ -206,7 +206,7 @@ def _show(plans: list[Plan], ledger: Ledger) -> None:
             number = "N/C" if entry.diverged else f"{entry.number(plans[0].table.measure, attack):.2f}%"
             say(f"  done     {cell.title}, seed {entry.recipe.seed}: {number}")
         for task in plans[0].missing:
-            begun = " (begun)" if (task.folder / "checkpoint.safetensors").is_file() else ""
+            begun = " (begun)" if task.setup is None and (task.folder / "checkpoint.safetensors").is_file() else ""
             say(f"  missing  {task.title}{begun}")
 
 

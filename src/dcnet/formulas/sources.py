@@ -18,7 +18,7 @@ _HEAD = (
     '"""The formulas of one\'s own that this run was trained with; '
     'dcnet checks them, and executes them only when asked to."""\n\n'
 )
-_HEAD += "import dcnet\nfrom dcnet import at_least, learnable, m, positive\n"
+_HEAD += "import dcnet\nfrom dcnet.formulas import at_least, learnable, m, positive\n"
 
 
 class MissingFormula(ValueError):

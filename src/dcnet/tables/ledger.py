@@ -71,6 +71,8 @@ class Ledger:
     def _read(self, number: int, line: str) -> Entry:
         try:
             record = json.loads(line)
+            if not isinstance(record, dict):
+                raise TypeError(f"a cell is an object, {{…}}, not {line[:40]!r}")
             return Entry(record["cell"], recorded(record["recipe"]), record)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}, line {number}, is not what `dcnet table` writes: {error}") from error

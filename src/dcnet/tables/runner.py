@@ -72,9 +72,8 @@ class Runner:
                         del running[task]
                         failed += self._ended(task, process.returncode, jobs, time.monotonic() - began)
                 if left < _STOPPING or (ready and not running and left <= needed):
-                    self.say(
-                        f"time is up; {len(running)} cells stop and go on the next time, {len(waiting)} were not begun"
-                    )
+                    stopped = f"running cells stop and go on the next time: {len(running)}"
+                    self.say(f"time is up; {stopped}; not begun: {len(waiting)}")
                     break
                 # asked anew: a network that has just ended was not ready above
                 if waiting and not running and not any(task.ready for task in waiting):

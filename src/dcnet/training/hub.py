@@ -38,7 +38,8 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
     """Return a trained network in evaluation mode: images in [0, 1] to logits.
 
     Args:
-        path: a run folder, a .safetensors file of `save_weights`, or "hub:NAME" for one of `dcnet.trained_models()`.
+        path: a run folder, a .safetensors file that `dcnet export --to safetensors` or `dcnet table --keep-weights` has
+            written, or "hub:NAME" for one of `dcnet.trained_models()`.
         trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
     """
     return open_trained(path, trust_formulas=trust_formulas).model

@@ -23,6 +23,7 @@ from dcnet.training.plain_kernels import normalize_ordinary_
 from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import read_recipe
 from dcnet.util.files import append_line, write_atomically, write_json
+from dcnet.util.text import one_mismatch
 
 Conversion = Mapping[str, Mapping[str, Any]]
 OPERATOR = ("magnitude", "angular", "weighting", "radius", "where")  # fields: what is decoupled, and how
@@ -254,7 +255,8 @@ class Run:
             weights = without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors)
             model.load_state_dict(weights | without_prefix("calibrated/", tensors))
         except RuntimeError as error:
-            raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {error}") from error
+            reason = one_mismatch(error)
+            raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {reason}") from error
         return model.eval()
 
 

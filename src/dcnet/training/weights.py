@@ -22,7 +22,7 @@ from dcnet.training.recipe import Recipe
 from dcnet.training.recipes import recorded
 from dcnet.training.run import OPERATOR, Conversion, Run, build_model
 from dcnet.util.files import write_atomically
-from dcnet.util.text import few
+from dcnet.util.text import few, one_mismatch
 
 WEIGHTS = "dcnet weights 1"
 LIBRARY = "library"
@@ -79,7 +79,7 @@ def trained_in(path: Path, *, trust_formulas: bool = False) -> Trained:
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
-        raise ValueError(f"{path} does not fit the recipe in it: {error}") from error
+        raise ValueError(f"{path} does not fit the recipe in it: {one_mismatch(error)}") from error
     return Trained(model.eval(), about, formulas)
 
 

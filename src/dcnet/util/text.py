@@ -32,3 +32,10 @@ def _controls(letter: str) -> bool:
 def few(names: Sequence[str]) -> str:
     """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def one_mismatch(error: RuntimeError) -> str:
+    """Return one reason why a state dict does not fit, of an error that names every tensor."""
+    reasons = [line.strip() for line in str(error).splitlines()][1:] or [str(error)]
+    chosen = next((line for line in reasons if line.startswith("size mismatch")), reasons[0])
+    return f"for one, {chosen if len(chosen) <= 200 else chosen[:200] + '…'}"
