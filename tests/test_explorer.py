@@ -269,7 +269,7 @@ def test_command_errors(tmp_path, catalogue):
         (["--formulas", str(tmp_path / "none.py")], "none.py: there is no such file"),
         (["--formulas", str(broken)], "broken.py: ValueError: magnitude 'f': its slope in n is"),
         (["--formulas", str(text)], "formulas.txt: not a Python file; possible: a file that ends in .py"),
-        (["--out", str(tmp_path)], "Is a directory"),
+        (["--out", str(tmp_path)], "is a folder; possible: a file, such as"),
     ]:
         result = call("--no-open", *options)
         assert result.exit_code == 1, result.output
