@@ -18,7 +18,7 @@ from test_cli import call
 import dcnet
 from dcnet.layers import decoupled_layers
 from dcnet.tables import SCHEDULES, TABLES, Ledger, Runner, find_table, in_order, markdown, page, plan, runner
-from dcnet.tables.ledger import identity
+from dcnet.tables.ledger import cell_of
 from dcnet.training import build_model, change
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def test_every_cell_can_be_built(name, monkeypatch):
         torch.nn.init, "kaiming_normal_", lambda *_, **__: None
     )  # what takes the time, and is not asked about here
     table = TABLES[name]
-    cells = [(identity(recipe), cell.attack) for cell in table.cells for recipe in [table.recipe(cell)]]
+    cells = [(cell_of(recipe), cell.attack) for cell in table.cells for recipe in [table.recipe(cell)]]
     assert len(set(cells)) == len(cells), "two cells are the same"
     for cell in table.cells:
         recipe = table.recipe(cell)
@@ -158,7 +158,7 @@ def test_a_table_from_end_to_end(tmp_path):
     assert (tmp_path / "pages" / "tables.html").is_file()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_runner_loses_nothing(tmp_path, sent):
     """Stopped while two cells train: the next call goes on, and every cell is in the ledger once.
 
@@ -363,7 +363,7 @@ def test_tables_of_the_same_networks_train_them_once(tmp_path):
     tables = [TABLES["white-box"], TABLES["black-box"]]
     plans = [plan(table, Ledger(tmp_path / "none"), tmp_path, "paper", [0, 1]) for table in tables]
     tasks = in_order(task for one in plans for task in one.missing)
-    recipes = [identity(task.recipe) for task in tasks if task.setup is None]
+    recipes = [cell_of(task.recipe) for task in tasks if task.setup is None]
     assert len(recipes) == len(set(recipes)) == 2 * 16 + 2  # and the baselines of seed 2, that images are made on
     attacked = {task.folder for task in tasks if task.setup is not None}
     assert attacked <= {task.folder for task in tasks if task.setup is None}

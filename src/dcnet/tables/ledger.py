@@ -3,27 +3,26 @@
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dcnet.training import Recipe, Run, recorded
 
 # How a recipe is computed, not what: cells that differ only in these are the same cell. Precision is not among them.
-_COMPUTED: dict[str, Any] = {
-    "channels_last": False,
-    "graphs": False,
-    "compile": False,
-    "deterministic": False,
-    "evaluate_every": 1,
-    "save_every": 1000,
-}
+_COMPUTED = ("channels_last", "graphs", "compile", "deterministic", "evaluate_every", "save_every")
 _FROM_RESULT = ("seconds", "device", "devices", "torch", "triton", "python", "dcnet", "commit")
 
 
-def identity(recipe: Recipe) -> Recipe:
-    """Return the recipe with the fields that do not change what is computed at fixed values."""
-    return replace(recipe, **_COMPUTED)
+def kind_of(recipe: Recipe) -> tuple[Any, ...]:
+    """Return what says which cell a recipe fills, of any seed, whatever its data and precision."""
+    apart = (*_COMPUTED, "data", "precision", "seed")
+    return tuple(getattr(recipe, field.name) for field in fields(recipe) if field.name not in apart)
+
+
+def cell_of(recipe: Recipe) -> tuple[Any, ...]:
+    """Return what recipes have in common that fill the same cell with the same seed."""
+    return kind_of(recipe), recipe.data, recipe.precision, recipe.seed
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,9 @@ class Ledger:
 
     def find(self, recipe: Recipe, setup: str | None = None) -> Entry | None:
         """Return the latest entry of the same cell."""
-        wanted = identity(recipe)
+        wanted = cell_of(recipe)
         return next(
-            (entry for entry in reversed(self.entries) if entry.setup == setup and identity(entry.recipe) == wanted),
+            (entry for entry in reversed(self.entries) if entry.setup == setup and cell_of(entry.recipe) == wanted),
             None,
         )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcnet.tables.ledger import Entry, Ledger, identity
+from dcnet.tables.ledger import Entry, Ledger, cell_of
 from dcnet.tables.table import SMOKE_IMAGES, Cell, Setup, Table
 from dcnet.training import Recipe, Run
 
@@ -73,11 +73,11 @@ def plan(
     finds nothing. settings: recipe fields of all cells.
     """
     found = Plan(table)
-    folders: dict[Recipe, Path] = {}
+    folders: dict[tuple[Any, ...], Path] = {}
 
     def network(recipe: Recipe, name: str, paper: Any, needs_weights: bool) -> Path:
         """Return the run folder of a network; add the training of it where it is missing."""
-        known = identity(recipe)
+        known = cell_of(recipe)
         if known not in folders:
             how = f"{recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
             title = f"{table.networks or table.name}: {name}, {how}"

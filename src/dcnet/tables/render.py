@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from dcnet.tables.ledger import Entry, Ledger, identity
+from dcnet.tables.ledger import Entry, Ledger, cell_of, kind_of
 from dcnet.tables.table import MEASURES, NOT_CONVERGED, SCHEDULES, Cell, Number, Table
-from dcnet.training import change
 
 
 @dataclass(frozen=True)
@@ -54,23 +53,21 @@ class Setting:
 def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
     """Return the measured cells of a table by what they must not be mixed across: schedule, data set and precision."""
     settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
-    by_identity: dict[object, Entry] = {
-        (identity(entry.recipe), entry.setup): entry for entry in ledger.entries
-    }  # the latest of a cell
+    latest: dict[object, Entry] = {(*cell_of(entry.recipe), entry.setup): entry for entry in ledger.entries}
     found: dict[Setting, dict[str, Shown]] = {}
-    wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in by_identity.values())
-    seeds = sorted({entry.recipe.seed for entry in by_identity.values()})
+    wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in latest.values())
+    seeds = sorted({entry.recipe.seed for entry in latest.values()})
     own_length = {"steps", "epochs"} & set(settings)  # then every schedule is as long
     for schedule in ("",) if own_length else SCHEDULES:
+        recipes = {cell: table.recipe(cell, schedule or "paper", **settings) for cell in table.cells}
         for data, precision in wheres:
             shown = {}
-            for cell in table.cells:
-                own = table.recipe(cell, schedule or "paper", **settings)
+            for cell, own in recipes.items():
                 if "data" in cell.fields and own.data != data:
                     continue
                 setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
-                wanted = [(identity(change(own, data=data, precision=precision, seed=seed)), setup) for seed in seeds]
-                entries = [by_identity[one] for one in wanted if one in by_identity]
+                wanted = [(kind_of(own), data, precision, seed, setup) for seed in seeds]
+                entries = [latest[one] for one in wanted if one in latest]
                 numbers = tuple(entry.number(table.measure, attack) for entry in entries if not entry.diverged)
                 # the paper's number is for its own data and recipe
                 compared = cell if own.data == data and not settings else replace(cell, paper=None)
