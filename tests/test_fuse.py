@@ -572,3 +572,20 @@ def test_checkpoints_of_a_convolution_that_is_not_fused_this_time():
         checkpoint(net, x, use_reentrant=False).sum().backward()
     for (name, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_checkpoints_after_the_convolution_was_replaced(decoupled):
+    """The BatchNorm behind it does its own work again, also when it is repeated in backward."""
+    fused, x = Plain(start="bn"), torch.randn(4, 3, 6, 6, requires_grad=True)
+    plain = copy.deepcopy(fused)
+    dcnet.decouple_(plain, fuse=False)
+    dcnet.decouple_(fused, example_input=x.detach())
+    other = nn.Conv2d(3, 3, 3, padding=1)
+    if decoupled:
+        other = dcnet.DecoupledConv2d(3, 3, 3, padding=1)
+    for net in (fused, plain):
+        net.conv = copy.deepcopy(other)
+        net(x).square().sum().backward()
+    for (name, one), another in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, another.grad, msg=name)

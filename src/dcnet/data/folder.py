@@ -137,6 +137,13 @@ def read_image(path: str | Path, mode: str) -> tuple[Any, str]:
         return image.convert(mode), own
 
 
+def resized_to(image: Any, size: int) -> np.ndarray:
+    """Return the pixels of an image of Pillow's, brought to this size as a whole."""
+    from PIL.Image import Resampling
+
+    return np.asarray(image.resize((size, size), Resampling.BILINEAR))
+
+
 def _resized(image: Any, size: int) -> np.ndarray:
     """Return the pixels of an image of Pillow's, its shorter side a little longer than the crop."""
     from PIL.Image import Resampling

@@ -188,8 +188,15 @@ class Fusion:
 
         What it begins with is then the convolution's result, finished, as another object.
         """
-        repeating = backward_pass()
-        return repeating not in (-1, self.waiting.backward) and self.finishes(self.conv.module)
+        if backward_pass() in (-1, self.waiting.backward):
+            return False
+        conv = self.convolution()
+        return conv is not None and self.finishes(conv)
+
+    def convolution(self) -> Any:
+        """Return the convolution that has this fusion; None where it was replaced or removed."""
+        conv = self.conv.parent._modules.get(self.conv.name)
+        return conv if getattr(conv, "fusion", None) is self else None
 
     def _check(self, x: Tensor, applied: str) -> None:
         if not self._is_result(x):
@@ -228,10 +235,8 @@ class Following:
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        found = [(fusion, fusion.conv.parent._modules.get(fusion.conv.name)) for fusion in self.fusions]
-        return state | {
-            "convolutions": [(fusion, conv) for fusion, conv in found if getattr(conv, "fusion", 0) is fusion]
-        }
+        found = [(fusion, fusion.convolution()) for fusion in self.fusions]
+        return state | {"convolutions": [(fusion, conv) for fusion, conv in found if conv is not None]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a copied or unpickled state, and give the convolutions their fusions, which they do not take along.

@@ -79,14 +79,6 @@ def build_model(
     return normalize_ordinary_(model) if recipe.plain_kernels == "normalized" else model
 
 
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
 def read_json(path: Path) -> Any:
     """Return what the file holds; raise with its name where it cannot be read."""
     try:
@@ -151,11 +143,12 @@ class Run:
         if not path.is_file():
             return []
         *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
-        try:
-            found = [json.loads(line) for line in lines]
-        except json.JSONDecodeError as error:
-            number = next(n for n, line in enumerate(lines, 1) if not _is_json(line))
-            raise ValueError(f"{path} is damaged in line {number} of {len(lines)}: {error.msg}") from error
+        found = []
+        for number, line in enumerate(lines, 1):
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} is damaged in line {number} of {len(lines)}: {error.msg}") from error
         if wrong := [
             number for number, entry in enumerate(found, 1) if not isinstance(entry, dict) or not set(entry) >= _EPOCH
         ]:

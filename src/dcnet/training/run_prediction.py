@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcnet.data import FOLDER, class_names_of
-from dcnet.data.folder import middle_crop, read_image
+from dcnet.data.folder import middle_crop, read_image, resized_to
 from dcnet.training.hub import TrainedFile
 from dcnet.training.ranks import joined
 from dcnet.training.run import Run
@@ -104,7 +104,7 @@ def _read(paths: list[Path], shape: dict[str, int], cropped: bool) -> list[tuple
             pixels = middle_crop(image, size)
             how.append(f"{image.width}×{image.height}, resized, middle {size}×{size}")
         elif image.size != (size, size):
-            pixels = np.asarray(image.resize((size, size), 2))  # Pillow's number for bilinear
+            pixels = resized_to(image, size)
             how.append(f"resized from {image.width}×{image.height} to {size}×{size}")
         else:
             pixels = np.asarray(image)
