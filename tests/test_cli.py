@@ -174,7 +174,7 @@ def test_attack(tmp_path):
         "--separate",
     )
     assert transfer.exit_code == 0, transfer.output
-    assert f"{run}: 20 images made on {run}, ε = 8/255" in " ".join(transfer.output.split())
+    assert f"{run}: 20 images made on {run.name}, ε = 8/255" in " ".join(transfer.output.split())
     first, second = json.loads((run / "attacks.json").read_text())
     assert (first["images"], first["eps"], len(first["attacks"])) == (40, 0.1, 2)
     assert first["attacks"][1]["attack"] == "bim:iterations=2"  # as in earlier records
@@ -183,10 +183,10 @@ def test_attack(tmp_path):
     shown = call("attack", str(run), *sizes, "--from", str(run))
     words = " ".join(shown.output.split())
     assert "each on the survivors of the last, DeepFool on all that are classified right" in words
-    assert f"Check-up: white-box attacks on {run} itself, and not the images made on {run}; the first 5 images" in words
+    assert f"Check-up: white-box attacks on {run} itself, and not the images made on {run.name}; the first 5 images" in words
     assert re.search(r"│ deepfool:steps=20 │ +\d+ │ +│ +[\d.]+ in ℓ2 │", shown.output)
     assert first["check-up"]["images"] == 10
-    assert (second["transfer"], second["cumulative"], second["from"]) == (True, False, str(run))
+    assert (second["transfer"], second["cumulative"], second["from"]) == (True, False, run.name)
     for arguments, message in [
         (["--attacks", "fgms"], "unknown attack 'fgms'. Did you mean 'fgsm'"),
         (["--attacks", "fgsm,foo"], "unknown attack 'foo'. Known: fgsm, bim"),  # and no guess

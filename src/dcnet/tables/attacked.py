@@ -93,14 +93,14 @@ def _black_box() -> Table:
     cells = []
     for training in ("Natural", "FGSM-trained"):
         cells += _cells(training, None, _NUMBERS)
-        for source in ("Natural", "FGSM-trained"):
+        for source, words in (("Natural", "a naturally trained"), ("FGSM-trained", "an FGSM-trained")):
             made_on = tuple({"magnitude": None, "adversarial": "none", **_TRAINING[source]}.items())
             setup = Setup(f"from {source}, Baseline", "fgsm,bim", source=made_on)
             cells += _cells(
                 training,
                 setup,
                 _BLACK_NUMBERS,
-                f", made on a {source.replace('Natural', 'naturally trained')} baseline of another seed",
+                f", made on {words} baseline of another seed",
             )
     note = (
         "ε = 8/255. The paper does not say how the baseline that images are made on was trained: "

@@ -107,5 +107,13 @@ def attack_run(
         if check_images:
             some, their = images[:check_images], labels[:check_images]
             result["check-up"] = check_up(model, some, their, eps, queries=check_queries, seed=seed)
-    found = {"from": None if source is None else str(source.folder), "bf16": bf16, **provenance(ranks.device)}
+    found = {"from": _name_beside(run, source), "bf16": bf16, **provenance(ranks.device)}
     return result | found | ({"statistics": statistics} if statistics != "running" else {})
+
+
+def _name_beside(run: Run, source: Run | None) -> str | None:
+    """Return what names the source in a record: its folder's name beside the run's, which holds if both are moved."""
+    if source is None:
+        return None
+    beside = source.folder.resolve().parent == run.folder.resolve().parent
+    return source.folder.resolve().name if beside else str(source.folder)
