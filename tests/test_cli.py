@@ -183,7 +183,8 @@ def test_attack(tmp_path):
     shown = call("attack", str(run), *sizes, "--from", str(run))
     words = " ".join(shown.output.split())
     assert "each on the survivors of the last, DeepFool on all that are classified right" in words
-    assert f"Check-up: white-box attacks on {run} itself, and not the images made on {run.name}; the first 5 images" in words
+    other = f"Check-up: white-box attacks on {run} itself, and not the images made on {run.name}"
+    assert f"{other}; the first 5 images" in words
     assert re.search(r"│ deepfool:steps=20 │ +\d+ │ +│ +[\d.]+ in ℓ2 │", shown.output)
     assert first["check-up"]["images"] == 10
     assert (second["transfer"], second["cumulative"], second["from"]) == (True, False, run.name)
