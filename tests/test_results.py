@@ -49,6 +49,11 @@ def test_the_ledger_is_of_the_records():
             assert found["from"] is None or (CELLS / "runs" / found["from"]).is_dir()
 
 
+def test_the_readme_counts_them():
+    trained = sum(entry.setup is None for entry in Ledger(CELLS / "ledger.jsonl").entries)
+    assert f"({trained} networks trained so far)" in (RESULTS.parent / "README.md").read_text()
+
+
 def test_pages_of_tables_are_of_the_ledger():
     ledger = Ledger(CELLS / "ledger.jsonl")
     shown = [name for name, table in TABLES.items() if markdown(table, ledger)]
