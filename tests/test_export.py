@@ -281,6 +281,21 @@ def test_exported_program(tmp_path):
     assert "checked with PyTorch on 2×3×20×20: off by" in str(report)
 
 
+def test_the_smallest_image_of_a_program(tmp_path):
+    """With five strides of two, 32 pixels become one, and a program traced with more refuses that."""
+    layers = [nn.Conv2d(3, 4, 3, stride=2, padding=1), *[nn.Conv2d(4, 4, 3, stride=2, padding=1) for _ in range(4)]]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)).eval()
+    dcnet.decouple_(model)
+    report = dcnet.export(model, tmp_path / "model.pt2", example_input=torch.randn(2, 3, 64, 64))
+    assert report.smallest == 33
+    assert "for any batch, any size from 33 pixels a side on" in str(report)
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    x = torch.randn(2, 3, 33, 33)
+    torch.testing.assert_close(program(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(x[..., :32, :32])
+
+
 def test_a_model_in_half_precision_is_written_in_single(tmp_path):
     model = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), nn.BatchNorm2d(4)).eval().bfloat16()
     report = dcnet.export(

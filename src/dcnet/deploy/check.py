@@ -14,6 +14,14 @@ Arguments = tuple[Any, ...]
 Runner = Callable[[Arguments], list[Tensor]]
 
 
+_MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}  # of interpolation, by dimensions
+
+
+def _is_image(value: Any) -> bool:
+    """Tell whether an input is a batch of images, sounds or volumes, whose size may differ."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in _MODES
+
+
 class Mismatch(ValueError):
     """An exported model gives something else."""
 
@@ -103,14 +111,40 @@ def with_batch(arguments: Arguments, count: int) -> Arguments:
     )
 
 
+def smallest_side(runner: Runner, arguments: Arguments) -> int | None:
+    """Return how many pixels a side images need for an exported model to run, up to that of the example.
+
+    A program of torch.export can refuse images that leave a map of the model one pixel. None where inputs differ in
+    their sides.
+    """
+    sides = {side for value in tensors(arguments) if _is_image(value) for side in value.shape[2:]}
+    if len(sides) != 1:
+        return None
+
+    def runs(side: int) -> bool:
+        def cropped(value: Any) -> Any:
+            return value[(..., *[slice(side)] * (value.dim() - 2))].contiguous() if _is_image(value) else value
+
+        try:
+            runner(tree_map(cropped, arguments))
+        except Exception:  # a guard of the program, or a kernel larger than its input
+            return False
+        return True
+
+    refused, runs_with = 0, sides.pop()
+    while runs_with - refused > 1:
+        middle = (refused + runs_with) // 2
+        refused, runs_with = (refused, middle) if runs(middle) else (middle, runs_with)
+    return runs_with
+
+
 def other_size(model: nn.Module, arguments: Arguments) -> Arguments | None:
     """Return the first images of the inputs in twice their size; None where the model itself does not take it."""
-    modes = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
     def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() not in modes:
+        if not _is_image(value):
             return value
-        return F.interpolate(value, [2 * size for size in value.shape[2:]], mode=modes[value.dim()])
+        return F.interpolate(value, [2 * size for size in value.shape[2:]], mode=_MODES[value.dim()])
 
     batch = next((len(value) for value in tensors(arguments) if value.dim()), 0)
     other = tree_map(resized, with_batch(arguments, min(batch, 2)))

@@ -23,6 +23,7 @@ from dcnet.deploy.check import (
     other_batches,
     other_size,
     run_model,
+    smallest_side,
     tensors,
 )
 from dcnet.deploy.prepare import prepare
@@ -59,6 +60,7 @@ class ExportReport:
         opset: of ONNX.
         nodes: how many operations an ONNX file has.
         notes: what else there is to know.
+        smallest: how many pixels a side images must have at least, where "size" is free and that is known.
     """
 
     path: Path
@@ -71,17 +73,19 @@ class ExportReport:
     opset: int | None = None  # of ONNX
     nodes: int | None = None
     notes: list[str] = field(default_factory=list)
+    smallest: int | None = None  # pixels a side, where the size is free
 
     def __str__(self) -> str:
-        size = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes / 1e3:.1f} kB"
-        about = [self.to, size, *([self.dtype] if self.dtype else [])]
+        length = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes / 1e3:.1f} kB"
+        about = [self.to, length, *([self.dtype] if self.dtype else [])]
         about += [f"opset {self.opset}, {self.nodes} nodes"] if self.opset is not None else []
         lines = [f"{self.path}: {', '.join(about)}, in {self.seconds:.1f} s"]
         if self.checked:
+            size = "any size" + (f" from {self.smallest} pixels a side on" if self.smallest is not None else "")
             free = {
-                ("batch", "size"): "any batch, any size",
+                ("batch", "size"): f"any batch, {size}",
                 ("batch",): "any batch, this size",
-                ("size",): "this batch, any size",
+                ("size",): f"this batch, {size}",
             }
             lines.append(f"  for {free.get(self.dynamic, 'this batch and size only')}")
             by = "onnxruntime" if self.to == "onnx" else "PyTorch"
@@ -226,6 +230,8 @@ def _export(
             notes.append(f"not for any {' and '.join(free)}: {first[:200]}")
             continue
         name = str(dtype).removeprefix("torch.")
+        if to == "torch-export" and "size" in really:
+            details["smallest"] = smallest_side(runner, inputs)
         return data, ExportReport(path, to, len(data), 0.0, name, really, checked, notes=notes, **details)
     raise AssertionError("unreachable")
 
