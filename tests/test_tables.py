@@ -151,6 +151,7 @@ def test_a_table_from_end_to_end(tmp_path):
     assert rendered.exit_code == 0, rendered.output
     text = (tmp_path / "pages" / "tables.md").read_text()
     assert text.count("digits, a schedule of its own, float32, model=cnn9_narrow, norm=batch, steps=8.") == 1
+    assert text.count("The paper's numbers are for cifar100, and are not to be compared with these.") == 1
     best = min(record["error"] for record in records)
     assert (
         f"| {best:.2f} |" if best <= 80.0 else "| N/C |"

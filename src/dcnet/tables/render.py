@@ -83,7 +83,10 @@ def _about(table: Table, setting: Setting) -> str:
     length = whole if share == 1.0 else f"{share:g} of {whole}" if share else "a schedule of its own"
     words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch. "
     words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
-    if share not in (0.0, 1.0):
+    kinds = {name.partition(":")[0] for name in table.data}  # ImageNet's folder may be anywhere
+    if setting.data.partition(":")[0] not in kinds:
+        words += f" The paper's numbers are for {' and '.join(table.data)}, and are not to be compared with these."
+    elif share not in (0.0, 1.0):
         words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
     return f"{words} {table.note}".strip()
 

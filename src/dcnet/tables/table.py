@@ -71,6 +71,11 @@ class Table:
         of_rows = [[cell.column for cell in self.cells if cell.row == row] for row in self.rows]
         return list(dict.fromkeys(column for columns in sorted(of_rows, key=len, reverse=True) for column in columns))
 
+    @property
+    def data(self) -> list[str]:
+        """The data sets it is about."""
+        return list(dict.fromkeys(cell.fields.get("data", make_recipe(self.base).data) for cell in self.cells))
+
     def source(self, setup: Setup, recipe: Recipe) -> Recipe | None:
         """Return the recipe of the network that adversarial images are made on: of another seed."""
         return None if setup.source is None else change(recipe, **dict(setup.source), seed=recipe.seed + 1)
