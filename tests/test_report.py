@@ -59,6 +59,7 @@ def test_it_says_what_the_folders_say(page, runs):
     differing = re.search(r'id="differences".*?</table>', text, re.DOTALL)[0]
     assert {"magnitude", "angular"} == set(re.findall(r"<code>(\w+)</code>", differing))
     assert text.count("data:image/png;base64,") >= 2 * 3
+    assert re.search(r"PGD, 5 steps, ε · 255 = [\d.]+; above each", text)
 
 
 def test_nothing_from_outside(page):
