@@ -362,3 +362,38 @@ def test_a_forward_of_its_own_stays():
     assert torch.equal(model(x), before)
     assert dcnet.couple_(model).left == why
     assert torch.equal(model(x), before)
+
+
+def test_a_forward_that_was_put_on_a_layer_stays():
+    """As accelerate does it."""
+    model, x = (
+        nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3, magnitude="linear"), nn.ReLU()).eval(),
+        torch.randn(2, 3, 6, 6),
+    )
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x) * 2.0
+    before, why = model(x), {"0": "somebody has put another forward on it"}
+    assert dcnet.fuse_(model).left == why
+    assert dcnet.couple_(model).left == why
+    assert torch.equal(model(x), before)
+
+
+def test_what_others_put_on_a_layer_stays():
+    layer = dcnet.DecoupledConv2d(3, 4, 3, magnitude="seg:beta=1", angular="cosine")
+    layer.stage, layer.scale = "stem", nn.Parameter(torch.ones(1))
+    layer.register_buffer("seen", torch.zeros(1))
+    assert dcnet.couple_(nn.Sequential(layer)).coupled == ["0"]
+    assert type(layer) is nn.Conv2d
+    assert layer.stage == "stem"
+    assert set(layer.state_dict()) == {"weight", "scale", "seen"}
+    assert set(vars(layer)) == {"stage", *vars(nn.Conv2d(3, 4, 3))}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_bias_that_is_computed_stays():
+    layer = dcnet.DecoupledConv2d(3, 4, 3, bias=True, magnitude="linear")
+    nn.utils.weight_norm(layer, "bias", dim=None)
+    model, x = nn.Sequential(layer), torch.randn(2, 3, 6, 6)
+    before = model(x)
+    assert dcnet.couple_(model).left == {"0": "its bias is computed from other parameters; take that off first"}
+    assert torch.equal(model(x), before)

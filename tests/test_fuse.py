@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dcnet
 from dcnet.layers import fuse_, unfuse_
-from dcnet.layers.fusion import Following
+from dcnet.layers.following import Following
 from dcnet.models.external import External
 from dcnet.models.parts import Normalize
 
@@ -589,3 +589,130 @@ def test_checkpoints_after_the_convolution_was_replaced(decoupled):
         net(x).square().sum().backward()
     for (name, one), another in zip(fused.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, another.grad, msg=name)
+
+
+class Keeps(nn.Module):
+    """What lies between is kept in the model, where anybody may read it."""
+
+    def __init__(self, where, within):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU()
+        self.where, self.within, self.kept = where, within, {}
+
+    def keep(self, name, y):
+        if name == self.where:
+            self.kept[name] = (y,) if self.within else y
+        return y
+
+    def forward(self, x):
+        return self.act(self.keep("bn", self.bn(self.keep("conv", self.conv(x)))))
+
+
+@pytest.mark.parametrize("example", [torch.randn(2, 6, 8, 8), None], ids=["run", "traced"])
+@pytest.mark.parametrize("within", [False, True], ids=["itself", "in a tuple"])
+@pytest.mark.parametrize("where", ["conv", "bn"])
+def test_results_that_the_model_keeps(where, within, example):
+    net, x = Keeps(where, within), torch.randn(2, 6, 8, 8)
+    reference = copy.deepcopy(net)
+    dcnet.decouple_(reference, fuse=False)
+    report = dcnet.decouple_(net, example_input=example).fused
+    if where == "conv":
+        assert report.left == {"conv": "the model keeps its result"}
+    else:
+        assert report.fused == {"conv": ["bn"]}
+    for model in (net, reference):
+        model(x)
+    kept, expected = (model.kept[where][0] if within else model.kept[where] for model in (net, reference))
+    torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("asks", ["requires_grad", "grad_fn"])
+def test_gradients_of_results_that_code_asks_for(asks):
+    """A look at a model is without gradients: code that wants one of a result only asks whether there is one."""
+    seen = []
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+
+        def forward(self, x):
+            y = self.conv(x)
+            if y.requires_grad if asks == "requires_grad" else y.grad_fn is not None:
+                y.register_hook(seen.append)
+            return self.bn(y).square()
+
+    net, x = Asks(), torch.randn(2, 6, 8, 8)
+    reference = copy.deepcopy(net)
+    dcnet.decouple_(reference, fuse=False)
+    assert dcnet.decouple_(net, example_input=x).fused.left == {"conv": "its result is read by the caller"}
+    for model in (net, reference):
+        model(x).sum().backward()
+    torch.testing.assert_close(*seen)
+
+
+def test_an_activation_that_is_called_again_later():
+    """Only what the convolution has just returned is handed through, and once."""
+    again = []
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(6, 6, 3), nn.SiLU()
+
+        def forward(self, x):
+            y = self.act(self.conv(x))
+            return self.act(y) if again else y
+
+    net, x = Again(), torch.randn(2, 6, 8, 8)
+    reference = copy.deepcopy(net)
+    dcnet.decouple_(reference, fuse=False)
+    assert dcnet.decouple_(net, example_input=x).fused.fused == {"conv": ["act"]}
+    again.append(True)
+    torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_that_is_not_called_any_more():
+    """The convolution has done its work all the same, which is said once."""
+    net, x = Plain(), torch.randn(2, 3, 6, 6)
+    dcnet.decouple_(net, example_input=x)
+    plain = unfuse_(copy.deepcopy(net))
+    net(x)
+    net.conv(x)  # nobody can know yet that the norm will not follow
+    with pytest.warns(RuntimeWarning, match=r"conv does the work of bn too, which was not called.*dcnet\.unfuse_"):
+        net.conv(x)
+    net.conv(x)  # a second warning would be an error here
+    torch.testing.assert_close(net(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_checkpoints_of_a_convolution_without_its_norm(momentum, reentrant):
+    """Its averages move once a step, as they would if the norm did its own work behind the checkpoint."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum)
+
+        def forward(self, x):
+            y = (
+                self.conv(x)
+                if getattr(self.conv, "fusion", None) is None
+                else checkpoint(self.conv, x, use_reentrant=reentrant)
+            )
+            return self.bn(y).square() if x.detach().sum().item() < 1e9 else y
+
+    net, x = Net(), torch.randn(4, 3, 6, 6, requires_grad=True)
+    reference = copy.deepcopy(net)
+    dcnet.decouple_(reference, fuse=False)
+    dcnet.decouple_(net, example_input=x.detach(), fuse=False)
+    report = fuse_(net, x.detach())
+    assert report.fused == {"conv": ["bn"]}
+    for model in (net, reference):
+        for i in range(3):
+            model(x * (i + 1.0)).sum().backward()
+    for (name, one), other in zip(net.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+    for (name, one), other in zip(net.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)

@@ -407,6 +407,21 @@ def test_a_layer_with_a_forward_of_its_own():
     assert_same(net, reference)
 
 
+def test_layers_that_are_called_by_keyword():
+    class Named(Bottleneck):
+        def forward(self, x):
+            y = self.act1(self.bn1(self.conv1(input=x)))
+            y = self.bn2(input=self.conv2(input=y))
+            return self.act2(y + x)
+
+    net, reference = pair(Named)
+    assert net.conv1.fusion is not None
+    assert_same(net, reference)
+    example = copy.deepcopy(reference)
+    assert fuse_(example, torch.randn(2, 8, 5, 5)).fused["conv1"] == ["bn1", "act1"]
+    assert_same(example, reference)
+
+
 def test_parts_by_themselves():
     """Slices, single modules and segments of a checkpoint compute what they would without fusion."""
 

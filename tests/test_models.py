@@ -1,5 +1,6 @@
 """The networks: structure, twins, sizes, blocks against layers one after the other."""
 
+import copy
 import re
 
 import pytest
@@ -162,6 +163,43 @@ def test_block_is_its_layers(training, momentum):
         torch.testing.assert_close(block(x, residual), torch.relu(twin_norm(twin_conv(x)) + residual))
     for a, b in zip([*conv.buffers(), *norm.buffers()], [*twin_conv.buffers(), *twin_norm.buffers()], strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("conv", "size"),
+    [
+        (lambda: dcnet.DecoupledLinear(5, 7), (2, 7, 5)),
+        (lambda: dcnet.DecoupledConv1d(3, 7, 3, padding=1), (3, 7)),
+        (lambda: dcnet.DecoupledConv2d(3, 7, 3, padding=1), (3, 7, 7)),
+    ],
+    ids=["tokens", "a signal alone", "an image alone"],
+)
+def test_norms_that_take_another_dimension_for_the_channels(conv, size):
+    """As many tokens, or places, as there are channels: the norm runs, and normalizes those."""
+    conv, x = conv(), torch.randn(size)
+    norm = nn.BatchNorm1d(7)
+    nn.init.normal_(norm.weight)
+    expected = torch.relu(copy.deepcopy(norm)(copy.deepcopy(conv)(x)))
+    torch.testing.assert_close(Block(conv, norm, "relu")(x), expected)
+
+
+def test_what_others_put_around_the_parts_of_a_block():
+    class Doubled(dcnet.DecoupledConv2d):
+        def forward(self, x):
+            return super().forward(x) * 2.0
+
+    x, seen = torch.randn(2, 3, 6, 6), []
+    block = Block(Doubled(3, 4, 3), nn.BatchNorm2d(4), "relu").eval()
+    torch.testing.assert_close(block(x), torch.relu(block.norm(block.conv(x))))
+    block = Block(dcnet.DecoupledConv2d(3, 4, 3), nn.BatchNorm2d(4), "relu").eval()
+    fused = block(x)
+    handle = block.norm.register_forward_hook(lambda norm, inputs, y: seen.append(y) or y + 1.0)
+    torch.testing.assert_close(block(x), torch.relu(seen[0] + 1.0))
+    handle.remove()
+    assert torch.equal(block(x), fused)
+    plain = block.conv.forward
+    block.conv.forward = lambda x: plain(x) * 3.0
+    torch.testing.assert_close(block(x), torch.relu(block.norm(plain(x) * 3.0)))
 
 
 def test_two_features_are_the_operators_own():

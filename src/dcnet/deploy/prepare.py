@@ -8,6 +8,7 @@ from torch import nn
 
 from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
+from dcnet.layers.decoupled import own_forward
 from dcnet.layers.fold import rest_of
 from dcnet.layers.inference import Inference
 from dcnet.layers.running import run_once
@@ -35,7 +36,11 @@ def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     couple_(ready, example_input=example_input)
     # a plain convolution that couple_ had to leave, for its padding or a parametrization, needs no norms either way
-    left = [layer for layer in decoupled_layers(ready).values() if not layer.operator.is_inner_product]
+    left = [
+        layer
+        for layer in decoupled_layers(ready).values()
+        if not layer.operator.is_inner_product and not own_forward(layer)
+    ]
     lean = {layer: Inference(layer).eval() for layer in left}
     if ready in lean:
         return lean[ready]

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from dcnet.layers.chain import HandsOn
-from dcnet.layers.decoupled import Decoupled
+from dcnet.layers.decoupled import Decoupled, own_forward
 from dcnet.layers.linear_form import is_explained
-from dcnet.layers.post_ops import FUSED_NORMS, post_ops_of
+from dcnet.layers.post_ops import is_norm_of, post_ops_of
 from dcnet.ops import ACTIVATIONS, ONLY, activate
 from dcnet.util.compat import changed_by_fsdp, hooked
 
@@ -16,7 +16,8 @@ class Block(HandsOn):
     """A convolution with what follows it: act(norm(conv(x)) + residual).
 
     Where the convolution is decoupled and followed by a BatchNorm or a ReLU, the parts share passes over memory, which
-    is faster and needs less of it. A forward hook on the convolution then sees the finished result.
+    is faster and needs less of it. A forward hook on the convolution then sees the finished result. Where the norm has
+    hooks, each part does its own work.
 
     Args:
         conv: a convolution or linear layer, decoupled or plain.
@@ -60,15 +61,16 @@ class Block(HandsOn):
         # running averages would move in a copy
         if isinstance(x, Proxy) or not isinstance(conv, Decoupled) or changed_by_fsdp(conv):
             return self._one_by_one(x, residual), None
-        if conv.explained_by and is_explained(conv):  # every module shows by itself what it does
+        # explained, every module shows by itself what it does
+        if own_forward(conv) or (conv.explained_by and is_explained(conv)):
             return self._one_by_one(x, residual), None
-        if type(norm) in FUSED_NORMS:
+        if norm is not None and is_norm_of(norm, conv, x) and not hooked(norm):
             post_ops = post_ops_of(norm, residual, self.activation, self.slope)
         elif norm is None and residual is None and self.activation in ONLY:
             post_ops = ONLY[self.activation]
         else:
             return self._one_by_one(x, residual), None
-        if type(conv).forward is Decoupled.forward and "forward" not in vars(conv) and not hooked(conv):
+        if not hooked(conv):
             return conv.decouple(x, post_ops, energy, leave)
         return conv(x, post_ops=post_ops), None
 

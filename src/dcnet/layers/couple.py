@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from dcnet.formulas.angulars import cosine, power_cosine
 from dcnet.formulas.magnitudes import linear, mix, seg
 from dcnet.layers.candidates import plain_class, refuse_wrapped
-from dcnet.layers.decoupled import Decoupled, decoupled_layers, has_own_forward
+from dcnet.layers.decoupled import OWN_ATTRIBUTES, STARTS, Decoupled, decoupled_layers, own_forward
 from dcnet.layers.fold import fold_
 from dcnet.layers.fuse import unfuse_
 from dcnet.layers.other_code import Refusal
@@ -166,14 +166,16 @@ def _known_from_fusions(model: nn.Module, layers: dict[str, Decoupled]) -> Seen:
 def _reason_to_leave(layer: Decoupled) -> str:
     if inner_product_factor(layer.operator) is None:
         return f"{layer.magnitude} + {layer.angular} is no plain layer"
-    if has_own_forward(layer):
-        return f"its class, {type(layer).__name__}, has a forward of its own"
+    if why := own_forward(layer):
+        return why
     if isinstance(layer, LazyModuleMixin):
         return "its shape is not known yet; run the model once"
     if isinstance(layer, DecoupledConv2dSame) and layer.same_pad:
         return "it pads its input by the size of that, which nn.Conv2d does not"
     if parametrize.is_parametrized(layer) or layer._parameters.get("weight") is None:
         return "its weight is computed from other parameters; take the parametrization off first"
+    if layer.bias is not None and layer._parameters.get("bias") is None:
+        return "its bias is computed from other parameters; take that off first"
     return ""
 
 
@@ -195,22 +197,19 @@ def _needed_by_others(
 
 @torch.no_grad()
 def _make_plain(layer: Decoupled, kernel: Tensor) -> None:
-    plain = plain_class(layer)
-    usual = _attributes_of(plain)
+    extras = layer._extras()
     if layer.weighted_gradient is not None:  # it would act on the kernels from outside
         layer.weighted_gradient.remove()
     layer.weight.copy_(kernel)
-    layer.__class__ = plain  # type: ignore[assignment]
-    for store in (layer._parameters, layer._buffers):
-        for name in [name for name in store if name not in ("weight", "bias")]:
-            del store[name]
-    for name in [name for name in layer.__dict__ if name not in usual]:
-        del layer.__dict__[name]
-
-
-def _attributes_of(plain: type[nn.Module]) -> set[str]:
-    arguments = (1, 1) if plain is nn.Linear else (1, 1, 1)
-    return set(plain(*arguments, device="meta").__dict__)
+    layer.__class__ = plain_class(layer)  # type: ignore[assignment]
+    # what others have put on the layer stays
+    for store, names in (
+        (layer._parameters, ["raw_radius", *extras]),
+        (layer._buffers, STARTS),
+        (layer.__dict__, OWN_ATTRIBUTES),
+    ):
+        for name in names:
+            store.pop(name, None)
 
 
 def _lift_refusals(model: nn.Module) -> None:

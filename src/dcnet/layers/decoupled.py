@@ -26,6 +26,11 @@ from dcnet.ops import (
 from dcnet.util.compat import buffer, parameter, recorded_by_jit
 
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
+# What a decoupled layer has among its attributes and a plain one has not, besides parameters and buffers
+OWN_ATTRIBUTES = (
+    *("operator", "radius", "eps", "momentum", "sync", "impl"),
+    *("constrained", "weighted_gradient", "fusion", "explained_by", "standardization_eps"),
+)
 
 
 class _UnexpectedBias(str):
@@ -272,9 +277,11 @@ class Decoupled(nn.Module):
         return text
 
 
-def has_own_forward(layer: Decoupled) -> bool:
-    """Tell whether a layer's class computes something around, or instead of, what our layers do."""
-    return type(layer).forward is not Decoupled.forward
+def own_forward(layer: Decoupled) -> str:
+    """Say where a layer computes something around, or instead of, what our layers do; "" if it does not."""
+    if type(layer).forward is not Decoupled.forward:
+        return f"its class, {type(layer).__name__}, has a forward of its own"
+    return "somebody has put another forward on it" if "forward" in vars(layer) else ""
 
 
 def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:

@@ -8,18 +8,17 @@ from typing import Any
 from torch import nn
 
 from dcnet.layers.block import Block
-from dcnet.layers.decoupled import Decoupled, decoupled_layers, has_own_forward
-from dcnet.layers.fusion import (
+from dcnet.layers.decoupled import Decoupled, decoupled_layers, own_forward
+from dcnet.layers.following import (
     IDEMPOTENT,
     Following,
-    Fusion,
-    Place,
     activation_of,
     fused_class,
     is_fused_class,
     is_timm_norm,
     plain_class,
 )
+from dcnet.layers.fusion import Fusion, Place
 from dcnet.layers.post_ops import FUSED_NORMS
 from dcnet.layers.readers import END, look
 from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
@@ -75,10 +74,10 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
     places, counts = _places(model)
     inside = {name + ".conv" * bool(name) for name, module in model.named_modules() if isinstance(module, Block)}
     inside |= {"conv"} if isinstance(model, Block) else set()
-    own = {name: type(layer).__name__ for name, layer in names.items() if has_own_forward(layer)}
+    own = {name: why for name, layer in names.items() if (why := own_forward(layer))}
     wanted = {name: layer for name, layer in names.items() if name and name not in inside and name not in own}
     report.left |= {name: "part of a Block already" for name in names if name in inside}
-    report.left |= {name: f"its class, {kind}, has a forward of its own" for name, kind in own.items()}
+    report.left |= own
     if "" in names:
         report.left[""] = "the model itself"
     if not wanted:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from dcnet.layers.decoupled import Decoupled, has_own_forward
-from dcnet.layers.fusion import Fusion, activation_of
+from dcnet.layers.decoupled import Decoupled, own_forward
+from dcnet.layers.following import activation_of
+from dcnet.layers.fusion import Fusion
 from dcnet.layers.own_code import Source, record
 from dcnet.ops import activate
 from dcnet.ops.geometry import convolution_dtype
@@ -44,7 +45,7 @@ def rewritten_code(module: nn.Module) -> Code | None:
     additions: dict[str, list[str]] = {}
     for node in list(graph.nodes):
         layer = _called(modules, node)
-        if not isinstance(layer, Decoupled) or not layer.fusion or has_own_forward(layer):
+        if not isinstance(layer, Decoupled) or not layer.fusion or own_forward(layer):
             continue
         chain = _chain(modules, node, layer.fusion)
         if chain is None:
@@ -135,7 +136,7 @@ def _addition(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusio
         return None
     residual = next(a for a in total.args if a is not last)
     assert isinstance(residual, fx.Node)
-    x = conv.args[0]
+    x = conv.all_input_nodes[0]
     # the convolution then waits for the residual: nothing in between may change its input
     if not residual < conv and (not isinstance(x, fx.Node) or len(x.users) > 1):
         return None
@@ -172,7 +173,7 @@ def _run_fused(graph: fx.Graph, chain: list[fx.Node], addition: _Addition | None
     with graph.inserting_before(replaced[-1] if needs_later_residual else conv):
         layer = graph.get_attr(str(conv.target))
         adds = () if addition is None else (addition.residual, addition.in_place, addition.activation is not None)
-        run = graph.call_function(run_fused, (layer, conv.args[0], None, False, *adds))
+        run = graph.call_function(run_fused, (layer, conv.all_input_nodes[0], None, False, *adds))
         result = graph.call_function(python.getitem, (run, 0))
     replaced[-1].replace_all_uses_with(result)
     for node in reversed(replaced):

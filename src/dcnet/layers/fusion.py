@@ -6,39 +6,18 @@ is still right: modules that were replaced or got a hook in the meantime compute
 """
 
 import threading
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
+from dcnet.layers.following import Following, activation_of
 from dcnet.layers.post_ops import post_ops_of
 from dcnet.ops import ONLY, PostOps
 from dcnet.util.compat import backward_pass, hooked
-
-# What computes the same when it is applied twice: one module may then stand behind several convolutions
-IDEMPOTENT = ("relu", "relu6")
-
-
-def activation_of(module: nn.Module | None) -> tuple[str | None, Any] | None:
-    """Return a module's activation by name and its slope (a number, a tensor or None); None if it cannot be fused."""
-    if module is None:
-        return None, None
-    kind = plain_class(module) if isinstance(module, Following) else type(module)
-    if kind is nn.Identity:
-        return None, None
-    if kind in _ACTIVATIONS:
-        return _ACTIVATIONS[kind], None
-    if kind is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh", None
-    if kind is nn.LeakyReLU:
-        return "prelu", module.negative_slope
-    return ("prelu", module.weight) if kind is nn.PReLU else None
-
-
-_ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.Hardswish: "hardswish"}
 
 
 @dataclass(eq=False)
@@ -82,6 +61,7 @@ class Fusion:
     crossed: tuple[nn.Module, ...] = ()  # the modules that hold some of these and not the others
     within: Any = None  # the module in whose rewritten code the convolution does this (`layers/rewritten.py`)
     waiting: _Waiting = field(default_factory=_Waiting)
+    warned: bool = False
     # The same for compiled code, which cannot look into `waiting`: convolution and norm may be in two of its graphs.
     # In eager code it counts only where compiled code has set it.
     norm_waits: bool | str = False
@@ -95,11 +75,27 @@ class Fusion:
         if torch.compiler.is_compiling():
             self.norm_waits, self.activation_waits = norm, activation
         else:
+            if (self.waiting.norm or self.waiting.activation) and self.waiting.backward == backward_pass() == -1:
+                self._warn()
             self.norm_waits, self.activation_waits = norm and EAGER, activation and EAGER
             self.waiting.norm, self.waiting.activation = norm, activation
             self.waiting.result = ref(y) if fused else None
             self.waiting.backward = backward_pass()
         return y  # type: ignore[no-any-return]
+
+    def _warn(self) -> None:
+        """Warn that the modules whose work the last call has done were not called after it."""
+        if not self.warned:
+            self.warned = True
+            norm = self.norm if self.waiting.norm else self.activation
+            assert norm is not None
+            warnings.warn(
+                f"{self.name} does the work of {norm.name} too, which was not called after it: what came out was the "
+                "finished result. If that call was not interrupted, the model's code goes another way than when it was "
+                "fused: dcnet.unfuse_(model) takes the fusion back",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def finishes(self, conv: Any) -> bool:
         """Tell whether the convolution does the work of the modules behind it when it is called by itself.
@@ -181,7 +177,7 @@ class Fusion:
         waits, self.waiting.activation = self.waiting.activation or waits is True, False
         if waits and not shared:
             self._check(x, "activation")
-        return self._is_result(x) or (not shared and self._is_outside_checkpoint())
+        return (waits and self._is_result(x)) or (not shared and self._is_outside_checkpoint())
 
     def _is_outside_checkpoint(self) -> bool:
         """Tell whether activation checkpointing repeats what follows the convolution, and not the convolution itself.
@@ -215,82 +211,3 @@ class Fusion:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, waiting=_Waiting())
-
-
-class Following:
-    """Goes before a norm or an activation among the bases: hands through what a convolution has done already."""
-
-    fusions: list[Fusion]
-
-    def forward(self, input: Tensor) -> Any:
-        if isinstance(input, Proxy):  # a leaf, like the layers of torch.nn
-            name = input.tracer.path_of_module(self)
-            return input.tracer.create_proxy("call_module", name, (input,), {})
-        if isinstance(self, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            done = any(fusion.hands_norm_through(input) for fusion in self.fusions)
-        else:
-            shared = len(self.fusions) > 1
-            done = any(fusion.hands_activation_through(input, shared) for fusion in self.fusions)
-        return input if done else super().forward(input)  # type: ignore[misc]
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        found = [(fusion, fusion.convolution()) for fusion in self.fusions]
-        return state | {"convolutions": [(fusion, conv) for fusion, conv in found if conv is not None]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copied or unpickled state, and give the convolutions their fusions, which they do not take along.
-
-        So a convolution that is copied without the modules behind it does not do their work.
-        """
-        for fusion, conv in state.pop("convolutions", ()):
-            vars(conv)["fusion"] = fusion  # conv may not have its own state yet
-        super().__setstate__(state)  # type: ignore[misc]
-
-    def extra_repr(self) -> str:
-        text = super().extra_repr()  # type: ignore[misc]
-        names = ", ".join(fusion.name for fusion in self.fusions)
-        return ", ".join(filter(None, (text, f"fused into {names}")))
-
-
-def _fused(kind: type) -> type:
-    return type(f"Fused{kind.__name__}", (Following, kind), {"__module__": __name__})
-
-
-_KINDS = (*(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), *_ACTIVATIONS, nn.GELU, nn.LeakyReLU, nn.PReLU)
-_FUSED: dict[type, type] = {kind: _fused(kind) for kind in _KINDS}
-
-
-def is_timm_norm(module: nn.Module) -> bool:
-    """Tell whether a module is timm's BatchNorm with an activation inside."""
-    kind = type(module)
-    return (kind.__module__, kind.__name__) == ("timm.layers.norm_act", "BatchNormAct2d")
-
-
-def fused_class(module: nn.Module) -> type | None:
-    """Return the class that hands through for a module of this class; None if there is none."""
-    if is_timm_norm(module):
-        return _FUSED.setdefault(type(module), _fused(type(module)))
-    return _FUSED.get(type(module))
-
-
-def is_fused_class(kind: type) -> bool:
-    """Tell whether this is a class that hands through, and not one derived from it."""
-    return kind in _FUSED.values()
-
-
-def __getattr__(name: str) -> Any:
-    """Return a fused class by its name, for pickle; timm's is made where timm is installed."""
-    if name == "FusedBatchNormAct2d":
-        from timm.layers.norm_act import BatchNormAct2d
-
-        return _FUSED.setdefault(BatchNormAct2d, _fused(BatchNormAct2d))
-    for kind in _FUSED.values():
-        if kind.__name__ == name:
-            return kind
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def plain_class(module: nn.Module) -> type:
-    """Return the class that a fused module had before."""
-    return next(kind for kind, fused in _FUSED.items() if isinstance(module, fused))

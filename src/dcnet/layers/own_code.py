@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.fusion import Following
+from dcnet.layers.following import Following
 from dcnet.util.compat import hooked
 
 # What code may name beside the children and settings of its module, unless its class has something of that name. Other

@@ -7,9 +7,10 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
-from dcnet.layers.fusion import IDEMPOTENT, Following, activation_of, is_timm_norm
+from dcnet.layers.following import IDEMPOTENT, Following, activation_of, is_timm_norm
 from dcnet.layers.running import Call, Made, in_mode, run_once
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
@@ -21,6 +22,7 @@ Chains = dict[str, list[str]]
 Modes = tuple[bool, ...]  # of training
 BOTH, EVALUATION = (True, False), (False,)
 END = "!"
+_KEPT = f"{END}the model keeps its result"
 
 
 class Seen(NamedTuple):
@@ -122,7 +124,7 @@ def _in_all(found: list[Seen]) -> Seen:
 
 
 def _traced(model: nn.Module) -> Seen:
-    with _undisturbed(model):
+    with _undisturbed(model) as kept:
         graph = _Tracer().trace(model)
     calling: list[Any] = [node for node in graph.nodes if node.op == "call_module"]
     calls = Counter(node.target for node in calling)
@@ -137,8 +139,9 @@ def _traced(model: nn.Module) -> Seen:
         chain, current = [], node
         while True:
             users = list(current.users)
-            if len(users) != 1 or users[0].op != "call_module" or len(users[0].all_input_nodes) != 1:
-                chain.append(_end([user.target if user.op == "call_module" else user.name for user in users]))
+            if current in kept or len(users) != 1 or users[0].op != "call_module" or len(users[0].all_input_nodes) != 1:
+                names = [user.target if user.op == "call_module" else user.name for user in users]
+                chain.append(_KEPT if current in kept else _end(names))
                 break
             current = users[0]
             if calls[current.target] > 1 and not _may_be_shared(modules[current.target]):
@@ -154,14 +157,19 @@ def _traced(model: nn.Module) -> Seen:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Take back at the end what the code of modules stores in them: caches would keep stand-ins for tensors."""
+def _undisturbed(model: nn.Module) -> Iterator[set[fx.Node]]:
+    """Take back at the end what the code of modules stores in them: caches would keep stand-ins for tensors.
+
+    Give a set, into which the nodes go that were stored.
+    """
+    kept: set[fx.Node] = set()
     stores = [one for m in model.modules() for one in (vars(m), *vars(m).values()) if isinstance(one, dict | list)]
     before = [(store, store.copy()) for store in stores]
     try:
-        yield
+        yield kept
     finally:
         for store, old in before:
+            kept |= {leaf.node for leaf in tree_leaves(_values(store)) if isinstance(leaf, fx.Proxy)}
             if len(store) == len(old) and all(a is b for a, b in zip(_values(store), _values(old), strict=True)):
                 continue
             store.clear()
@@ -193,6 +201,7 @@ def _end(readers: list[str]) -> str:
 
 def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:
     flow, returned = run_once(model, example_input, model.modules(), model.parameters(), training)
+    kept = flow.alive - returned
     names = {module: name for name, module in model.named_modules()}
     calls = Counter(one.module for one in flow.calls)
     made = {one.module: one.output for one in flow.calls if one.output is not None}
@@ -216,6 +225,9 @@ def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:
             # an activation in place returns the same tensor: what is read after it is its result
             before = current.readers[: inside.index(True)] if any(inside) and output is current else current.readers
             others = {"" if reader is None else names[reader] for reader in before if reader not in inner}
+            if current in kept and output is not current:
+                chain.append(_KEPT)
+                break
             if follower is None or output is None or others or (current in returned and output is not current):
                 chain.append(_end(sorted(others)))
                 break

@@ -1,5 +1,6 @@
 """Run a model once, on an example, and see which module made which tensor and which modules read it."""
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,12 +11,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+_tensor: Any = Tensor
+_ASKS_FOR_GRADIENTS = (_tensor.requires_grad.__get__, _tensor.grad_fn.__get__)
+
 
 class Made:
     """A tensor that a module returned.
 
     readers: for every function of PyTorch that took it, in order, the innermost watched module that was running, or
-    None. Functions that return no tensor, such as those that ask for a shape, do not count.
+    None. Functions that return no tensor, such as those that ask for a shape, do not count, but for those that ask
+    whether it has a gradient: there is none here, and with one the code would go on to use it.
     """
 
     def __init__(self) -> None:
@@ -57,6 +62,11 @@ class Flow(TorchFunctionMode):
         self._known[id(tensor)] = weakref.ref(tensor), made
         return made
 
+    @property
+    def alive(self) -> set[Made]:
+        """The tensors that something still holds."""
+        return {made for reference, made in self._known.values() if reference() is not None}
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let what is read for a while not count."""
@@ -91,7 +101,10 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._paused and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+        counts = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+        if func in _ASKS_FOR_GRADIENTS:  # PyTorch's own code asks, and does no more
+            counts = not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        if not self._paused and counts:
             for leaf in tree_leaves((args, kwargs)):
                 made = self.of(leaf) if isinstance(leaf, Tensor) else None
                 if made is not None:
