@@ -268,6 +268,67 @@ def test_kernels_that_are_shared_keep_their_length():
     assert [layer.weighting for layer in decoupled_layers(model).values()] == [None, None]
 
 
+class Tied(nn.Module):
+    """The kernels of the second convolution belong to a layer that is not converted, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3)
+        self.other.weight = self.conv.weight
+
+    def forward(self, x):
+        return self.other(self.conv(x).relu())
+
+
+def test_kernels_of_layers_that_are_not_converted_keep_their_length():
+    model = Tied()
+    before = model.conv.weight.detach().clone()
+    report = dcnet.decouple_(model, "tanh", calibrate=batches())
+    assert torch.equal(model.conv.weight, before)
+    assert any("no BatchNorm follows conv, and the length" in note for note in report.notes)
+    assert "transposed convolutions have no decoupled twin and stay as they are: other" in report.notes
+
+
+def test_a_hook_on_a_layer_keeps_its_length():
+    """What it does with the output need not be in proportion."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    model[0].register_forward_hook(lambda layer, inputs, y: y.clamp(-0.1, 0.1))
+    before = [model[i].weight.detach().clone() for i in (0, 2)]
+    report = dcnet.decouple_(model, "tanh", calibrate=batches())
+    assert [torch.equal(model[i].weight, one) for i, one in zip((0, 2), before, strict=True)] == [True, False]
+    assert any("no BatchNorm follows 0, and the length" in note for note in report.notes)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("computed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_kernels_that_a_hook_computes_keep_their_length(computed):
+    model = nn.Sequential(computed(nn.Conv2d(3, 4, 3)))
+    before = copy.deepcopy(dict(model.named_parameters()))
+    report = dcnet.decouple_(model, "tanh", calibrate=batches())
+    assert all(torch.equal(model.get_parameter(name), one) for name, one in before.items())
+    assert any("computed from others" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_norms_of_tokens_take_no_scale(norm):
+    """BatchNorm1d normalizes tokens, not features, in outputs of shape (images, tokens, features)."""
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(12, 12), nn.BatchNorm1d(12) if norm else nn.Identity()
+
+        def forward(self, x):
+            return self.norm(self.linear(input=x[:, 0]))
+
+    plain = Tokens().eval()
+    with torch.no_grad():
+        plain.linear.weight.mul_(torch.linspace(0.5, 3.0, 12).unsqueeze(1))
+    model = copy.deepcopy(plain)
+    dcnet.decouple_(model, "linear", types=(nn.Linear,), calibrate=batches())
+    torch.testing.assert_close(model(batches()[0]), plain(batches()[0]), rtol=1e-3, atol=1e-4)
+
+
 def test_dead_and_zero_channels_stay_finite():
     plain = network()
     with torch.no_grad():

@@ -86,7 +86,10 @@ def test_linear_and_subclasses_when_asked():
     model = Model()
     with pytest.warns(UserWarning, match="special: the forward of Standardized is dropped"):
         report = dcnet.decouple_(model, "log", types=(nn.Linear, Standardized))
-    assert report.notes == ["special: the forward of Standardized is dropped"]
+    assert report.notes == [
+        "special: the forward of Standardized is dropped",
+        "transposed convolutions have no decoupled twin and stay as they are: up",
+    ]
     assert report.converted == ["special", "head"]
     assert type(model.special) is dcnet.DecoupledConv2d
     assert type(model.head) is dcnet.DecoupledLinear
@@ -296,6 +299,21 @@ def test_an_optimizer_made_before():
     optimizer.step()
     for name, value in before.items():
         assert not torch.equal(model.get_parameter(name), value), name
+
+
+def test_an_optimizer_that_knows_names():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3))
+    optimizer = torch.optim.AdamW(model.named_parameters(), weight_decay=0.01)
+    dcnet.decouple_(model, optimizer=optimizer)
+    assert optimizer.param_groups[1]["param_names"] == ["0.raw_radius", "1.raw_radius"]
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(layer.raw_radius) for layer in model]
+
+
+def test_transposed_convolutions_are_noted():
+    names = [f"up{i}" for i in range(5)]
+    model = nn.ModuleDict({name: nn.ConvTranspose2d(3, 3, 2) for name in names} | {"conv": nn.Conv2d(3, 3, 3)})
+    (note,) = [note for note in dcnet.decouple_(model).notes if "transposed" in note]
+    assert note.startswith("transposed convolutions have no decoupled twin and stay as they are: up0, ")
 
 
 def test_what_an_optimizer_does_not_know():

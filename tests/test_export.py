@@ -263,6 +263,30 @@ def test_a_feature_that_the_model_gives_away_is_not_folded():
     torch.testing.assert_close(ready(x), model(x))
 
 
+def test_a_forward_of_its_own_is_exported(tmp_path):
+    class Doubled(dcnet.DecoupledConv2d):
+        def forward(self, x):
+            return super().forward(x) * 2.0
+
+    model, x = nn.Sequential(Doubled(3, 4, 3), nn.BatchNorm2d(4)).eval(), torch.randn(2, 3, 6, 6)
+    torch.testing.assert_close(prepare(model, x)(x), model(x))
+    dcnet.export(model, tmp_path / "model.pt2", example_input=x)  # compares
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_kernels_that_a_hook_computes(tmp_path):
+    """They are a result of autograd, which cannot be copied, until the model has run without gradients."""
+    model, x = (
+        nn.Sequential(nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), dcnet.DecoupledConv2d(4, 4, 3)),
+        torch.rand(2, 3, 8, 8),
+    )
+    model(x).sum().backward()
+    dcnet.export(model, tmp_path / "model.pt2", example_input=x)
+    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model.eval()(x))
+    assert model.training is False
+    model.train()(x).sum().backward()
+
+
 def test_exported_program(tmp_path):
     model, x = network()
     report = dcnet.export(model, tmp_path / "sub" / "model.pt2", example_input=x)

@@ -38,6 +38,7 @@ from dcnet.deploy.programs import (
     trace,
 )
 from dcnet.deploy.weights import save_model_weights
+from dcnet.layers.running import evaluating
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.files import write_atomically
 from dcnet.util.suggest import nearest
@@ -194,15 +195,16 @@ def _arguments(example_input: Any, to: str) -> Arguments:
 def _export(
     model: nn.Module, arguments: Arguments, path: Path, to: str, dtype: torch.dtype, dynamic: bool, opset: int
 ) -> tuple[bytes, ExportReport]:
-    original = copy.deepcopy(model).eval()
     try:
-        expected = run_model(original, arguments)
+        with evaluating(model):  # kernels that a hook computes can be copied once they are without gradients
+            expected = run_model(model, arguments)
     except Exception as error:
         raise ValueError(
             f"example_input: {type(model).__name__} cannot be called with it ({type(error).__name__}: {error})"
         ) from error
     if not expected:
         raise ValueError(f"{type(model).__name__} gives no tensor for example_input; there is nothing to export")
+    original = copy.deepcopy(model).eval()
     original, arguments = cast_model(original, torch.float32), cast_inputs(arguments, torch.float32)
     ready, inputs = prepare(original, arguments).to(dtype), cast_inputs(arguments, dtype)
     notes: list[str] = []

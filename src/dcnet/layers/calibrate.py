@@ -19,6 +19,8 @@ A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted
   the same batch. This takes two passes over the batches, one by each network.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,7 +47,13 @@ def calibrate_(
     """
     notes = [f"{name}: never ran on the batches, and starts uncalibrated" for name in layers if name not in observed]
     layers = {name: layer for name, layer in layers.items() if name in observed}
-    scaled = {name for name in layers if observed[name].norm is None and _scalable(name, layers)}
+    parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+    owners: Counter[Tensor] = Counter(parameters)
+    scaled = {
+        name
+        for name, layer in layers.items()
+        if observed[name].norm is None and not observed[name].hooked and _scalable(layer, owners)
+    }
     for name, layer in layers.items():
         if name in scaled and layer.weighting is None:
             operator = layer.operator
@@ -73,7 +81,7 @@ def calibrate_(
     if unscaled:
         notes.append(
             f"calibrate: no BatchNorm follows {', '.join(unscaled)}, and the length of a kernel is no scale there "
-            f"(weighting {layers[unscaled[0]].weighting!r}, kernels that are shared, or computed from others): "
+            f"(weighting {layers[unscaled[0]].weighting!r}, a hook, kernels that are shared, or computed from others): "
             "mean and deviation of the output are other ones"
         )
     return notes
@@ -145,12 +153,14 @@ def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
         norm.running_var.copy_(variance / a.square())
 
 
-def _scalable(name: str, layers: dict[str, Any]) -> bool:
-    """Tell whether scaling a layer's kernels scales its output, or will with `weighting="linear"`, and nothing else."""
-    layer = layers[name]
-    shared = sum(other.weight is layer.weight for other in layers.values()) > 1
+def _scalable(layer: Decoupled, owners: Mapping[Tensor, int]) -> bool:
+    """Tell whether scaling a layer's kernels scales its output, or will with `weighting="linear"`, and nothing else.
+
+    owners: how many modules have a parameter.
+    """
     # a subclass may compute its kernels from the weight: standardized kernels have no length of their own
-    return layer.weighting in (None, "linear") and not shared and type(layer) in TWINS.values()
+    usual = layer.weighting in (None, "linear") and type(layer) in TWINS.values()
+    return usual and owners[layer.weight] == 1  # 0 where the kernels are no parameter: weight_norm computes them
 
 
 def _exact(layer: Decoupled) -> bool:

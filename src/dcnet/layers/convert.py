@@ -24,6 +24,9 @@ from dcnet.layers.report import Change, Row, kind_of, table_of
 from dcnet.layers.report import shown as _shown
 from dcnet.layers.selection import Selection, Selector
 from dcnet.util.suggest import nearest
+from dcnet.util.text import few
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -145,6 +148,9 @@ def decouple_(
         change = Change(counts[name][0], parameters(module))
         report.rows.append(Row(name, kinds[name], became, name in report.skipped, change, work))
     report.added = [f"{name}.{own}".lstrip(".") for name, layer in chosen.items() for own in _new_parameters(layer)]
+    transposed = [name for name, module in model.named_modules() if isinstance(module, _TRANSPOSED)]
+    if transposed:
+        report.notes.append(f"transposed convolutions have no decoupled twin and stay as they are: {few(transposed)}")
     report.notes += use_layers_(model, chosen)
     report.notes += refuse_fusion_(model, chosen)
     if fuse and chosen:
@@ -237,7 +243,10 @@ def _warn_of_what_is_dropped(chosen: dict[str, nn.Module]) -> list[str]:
 
 
 def _tell_optimizer(report: DecoupleReport, chosen: dict[str, nn.Module], groups: Groups | None) -> None:
-    new = {layer: list(_new_parameters(layer).values()) for layer in chosen.values()}
+    new = {
+        layer: {f"{name}.{own}".lstrip("."): p for own, p in _new_parameters(layer).items()}
+        for name, layer in chosen.items()
+    }
     if groups is not None:
         groups.add(new)
         unknown = [name for name, layer in chosen.items() if layer not in groups]

@@ -11,7 +11,7 @@ from dcnet.layers.own_arithmetic import prepared_input
 from dcnet.layers.running import Flow, Made, evaluating, hooks
 from dcnet.layers.statistics import input_of
 from dcnet.ops import EPS, compute_dtype, patch_norm
-from dcnet.util.compat import BatchNorm
+from dcnet.util.compat import BatchNorm, hooked
 
 _SAMPLES = 2**14  # patch norms of a layer and call that are kept
 
@@ -45,6 +45,7 @@ class Observed:
     calls: list[Moments] = field(default_factory=list)  # of the output in each call
     norms: list[Tensor] = field(default_factory=list)  # a sample of n in each call, (groups, values)
     following: set[Any] = field(default_factory=set)  # BatchNorms its output goes to, and None if it goes elsewhere
+    hooked: bool = False  # whether hooks of the user's act on what goes into it or comes out
 
     @property
     def norm(self) -> BatchNorm | None:
@@ -75,20 +76,23 @@ def prepare(batches: Iterable[Any], model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]) -> dict[str, Observed]:
     """Return what each layer that ran has seen and given, by name, after a run of the trained network in evaluation."""
-    found: dict[str, Observed] = {name: Observed() for name in layers}
+    found = {name: Observed(hooked=hooked(layer)) for name, layer in layers.items()}
     names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
     flow = Flow([*names, *(module for module in model.modules() if isinstance(module, BatchNorm))])
 
-    def seen(layer: nn.Module, arguments: tuple[Any, ...], y: Tensor) -> None:
+    def seen(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> None:
+        x = arguments[0] if arguments else options["input"]
         with flow.paused():
             mine, rows, here = found[names[layer]], channels(layer, y), Moments()
+            if _channel_dimension(layer, y) != 1:  # a BatchNorm takes another dimension for the channels
+                mine.following.add(None)
             mine.output.add(rows)
             here.add(rows)
             mine.calls.append(here)
-            mine.norms.append(_norms(layer, arguments[0]))
+            mine.norms.append(_norms(layer, x))
 
     with flow, evaluating(model), hooks() as handles:
-        handles += [layer.register_forward_hook(seen) for layer in names]
+        handles += [layer.register_forward_hook(seen, with_kwargs=True) for layer in names]
         for x in inputs:
             model(x)
     made_by: dict[Made | None, str] = {}
@@ -116,10 +120,14 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
 def channels(layer: nn.Module, y: Tensor) -> Tensor:
     """Return an output as (channels, values), in float32 at least."""
     y = y.to(compute_dtype(y))
+    return y.movedim(_channel_dimension(layer, y), 0).flatten(1) if y.dim() > 1 else y.unsqueeze(1)
+
+
+def _channel_dimension(layer: nn.Module, y: Tensor) -> int:
+    """Return which dimension of an output is its channels."""
     if isinstance(layer, nn.Linear):
-        return y.flatten(0, -2).t() if y.dim() > 1 else y.unsqueeze(1)
-    channels = y.dim() - layer.weight.dim() + 1  # type: ignore[operator]
-    return y.movedim(channels, 0).flatten(1) if y.dim() > 1 else y.unsqueeze(1)
+        return y.dim() - 1
+    return y.dim() - layer.weight.dim() + 1  # type: ignore[operator]
 
 
 def _norms(layer: Any, x: Tensor) -> Tensor:

@@ -48,14 +48,18 @@ class Groups:
     def __contains__(self, layer: nn.Module) -> bool:
         return layer in self._of
 
-    def add(self, new: dict[nn.Module, list[nn.Parameter]]) -> None:
-        """Add the new parameters of layers in groups without weight decay, otherwise like those the layers are in."""
+    def add(self, new: dict[nn.Module, dict[str, nn.Parameter]]) -> None:
+        """Add the new parameters of layers in groups without weight decay, otherwise like those the layers are in.
+
+        new: for each layer its new parameters by their names in the model, which an optimizer may want to know.
+        """
         for group in list(self._optimizer.param_groups):
-            added = [p for layer, parameters in new.items() if self._of.get(layer) is group for p in parameters]
+            added = [pair for layer, named in new.items() if self._of.get(layer) is group for pair in named.items()]
             if added:
                 like = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 decay = {"weight_decay": 0.0} if "weight_decay" in like else {}
-                self._optimizer.add_param_group(like | decay | {"params": added})
+                params = added if "param_names" in group else [parameter for _, parameter in added]
+                self._optimizer.add_param_group(like | decay | {"params": params})
 
     def decays(self, layer: nn.Module) -> bool:
         """Tell whether the kernels of a layer are subject to weight decay although their length means nothing."""
