@@ -645,7 +645,7 @@ def test_gradients_of_results_that_code_asks_for(asks):
     net, x = Asks(), torch.randn(2, 6, 8, 8)
     reference = copy.deepcopy(net)
     dcnet.decouple_(reference, fuse=False)
-    assert dcnet.decouple_(net, example_input=x).fused.left == {"conv": "its result is read by the caller"}
+    assert dcnet.decouple_(net, example_input=x).fused.left == {"conv": "its result is read by the code of Asks"}
     for model in (net, reference):
         model(x).sum().backward()
     torch.testing.assert_close(*seen)

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import needs
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -386,7 +387,7 @@ class OfPairs(Odd):
 def test_other_sums():
     for make in (lambda: Doubled(""), ChangedBetween):
         net, reference = pair(make)
-        assert net.fused_code.additions == {}
+        assert net.fused_code.joined == {}
         assert_same(net, reference)
     net, reference = pair(lambda: OfPairs(""))
     assert isinstance(net, Rewritten)
@@ -404,6 +405,133 @@ def test_a_layer_with_a_forward_of_its_own():
     reference.conv = Flipped(8, 8, 3, padding=1)
     net = copy.deepcopy(reference.to(DEVICE))
     fuse_(net)
+    assert_same(net, reference)
+
+
+FUNCTIONS = {
+    "F.relu({})": "relu",
+    "torch.relu({})": "relu",
+    "({}).relu()": "relu",
+    "({}).relu_()": "relu_",
+    "nn.functional.relu({}, inplace=True)": "relu",
+    "F.relu6({})": "relu6",
+    "F.silu({})": "silu",
+    "F.hardswish({})": "hardswish",
+    "F.gelu({})": "gelu",
+    "F.gelu({}, approximate='tanh')": "gelu",
+    "F.leaky_relu({}, 0.2)": "leaky_relu",
+    "F.leaky_relu({}, negative_slope=0.3, inplace=True)": "leaky_relu",
+}
+FORWARD = """
+def forward(self, x):
+    y = {}
+    y = {}
+    y = {}
+    return self.fc(torch.flatten(y, 1))
+"""
+
+
+class Functional(nn.Module):
+    """Activations as functions, behind BatchNorm, behind an addition, and alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv3, self.fc = nn.Conv2d(8, 4, 3), nn.Linear(4 * 9, 5)
+
+
+def functional(function):
+    """Return a network whose code calls this function."""
+    calls = [function.format(y) for y in ("self.bn1(self.conv1(x))", "self.bn2(self.conv2(y)) + x", "self.conv3(y)")]
+    names = {"F": F, "torch": torch, "nn": nn}
+    exec(FORWARD.format(*calls), names)
+    return type("Net", (Functional,), {"forward": names["forward"]})()
+
+
+@pytest.mark.parametrize(("function", "name"), FUNCTIONS.items())
+def test_activations_that_code_calls(function, name, monkeypatch):
+    seen = calls_of_addition(monkeypatch)
+    net, reference = pair(lambda: functional(function))
+    alone = name != "leaky_relu"  # whose slope has no place in the pass without BatchNorm
+    convs = [net.conv1, net.conv2, net.conv3][: 2 + alone]
+    assert net.fused_code.convs == convs
+    for i, joined in enumerate(net.fused_code.joined.values()):
+        assert joined.written == f"{name}()"
+        assert (joined.residual is not None) == (i == 1)
+    assert_same(net, reference, exact=False)
+    assert [adds for adds, *_ in seen[: len(convs)]] == [False, True, False][: len(convs)]
+    net = unfuse_(net)
+    assert net.conv3.fusion is None
+    report = fuse_(net, torch.randn(2, 8, 5, 5, device=DEVICE))
+    assert report.fused["conv1"] == ["bn1", f"{name}()"]
+    assert report.fused["conv2"] == ["bn2", "an addition", f"{name}()"]
+    if alone:
+        assert report.fused["conv3"] == [f"{name}()"]
+        assert "conv3" not in report.left
+    else:
+        assert report.left == {"conv3": "its result is read by the code of Net"}
+    assert_same(net, reference, exact=False)
+
+
+class Small(nn.Module):
+    """As in the first lesson about PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 4, 1), nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.relu(self.conv2(x))
+        x = x.view(x.size(0), -1)
+        return F.log_softmax(self.fc(x), dim=1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), nn.Sequential])
+def test_activations_that_code_calls_in_copies(copied, monkeypatch):
+    seen = calls_of_addition(monkeypatch)
+    net, reference = pair(Small)
+    twin = copied(net)
+    assert_same(twin, reference)
+    assert len(seen) == 4
+    inner = twin[0] if isinstance(twin, nn.Sequential) else twin
+    assert inner.conv1.fusion.conv.parent is inner
+    x = torch.randn(2, 8, 5, 5, device=DEVICE)
+    assert torch.equal(inner.conv1(x), reference.conv1(x))  # by itself it is not activated
+    assert copy.deepcopy(inner.conv1).fusion is None
+    del seen[:]
+    for one in (inner, reference):
+        one.conv1.register_forward_hook(lambda conv, inputs, y: y * 2.0)
+    assert_same(twin, reference)
+    assert seen == []
+    assert isinstance(unfuse_(inner), Small)
+    assert type(inner) is Small
+
+
+@pytest.mark.parametrize("odd", ["another reader", "an option", "a size", "another function"])
+def test_functions_that_do_not_join(odd):
+    class Net(Functional):
+        def forward(self, x):
+            y = self.conv3(x)
+            if self.odd == "another reader":
+                z = F.relu(y) + y
+            elif self.odd == "an option":
+                z = F.leaky_relu(y, negative_slope=self.bn1.eps)
+            elif self.odd == "a size":
+                z = F.gelu(y) if y.size(0) > 1 else F.relu(y)
+            else:
+                z = torch.tanh(y)
+            return torch.flatten(z, 1)
+
+    def make():
+        net = Net()
+        net.odd = odd
+        return net
+
+    net, reference = pair(make)
+    assert net.conv3.fusion is None
+    assert "conv3" in fuse_(unfuse_(net)).left
     assert_same(net, reference)
 
 

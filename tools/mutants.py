@@ -31,6 +31,27 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "functions that join: the slope of leaky_relu",
+        "layers/fused_code.py",
+        'slope = options.pop("negative_slope", 0.01)',
+        'slope = 0.01 * (options.pop("negative_slope", 0.01) > 0.0)',
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "functions that join: copies",
+        "layers/rewritten.py",
+        'return _restored, (plain_kind(self),), state | {"convolutions": empty}',
+        "return _restored, (plain_kind(self),), state",
+        "test_fused_code.py",
+    ),
+    Mutant(
+        "functions that join: layers without one keep an empty fusion",
+        "layers/fuse.py",
+        "            if code is None or layer not in code.convs:",
+        "            if False:",
+        "test_fused_code.py",
+    ),
+    Mutant(
         "results that the model keeps",
         "layers/readers.py",
         "if current in kept and output is not current:",
@@ -110,8 +131,8 @@ MUTANTS = [
     Mutant(
         "layers that are called by keyword",
         "layers/fused_code.py",
-        "graph.call_function(run_fused, (layer, conv.all_input_nodes[0], None, False, *adds))",
-        "graph.call_function(run_fused, (layer, conv.args[0], None, False, *adds))",
+        "graph.call_function(run_fused, (layer, conv.all_input_nodes[0], None, False, *more))",
+        "graph.call_function(run_fused, (layer, conv.args[0], None, False, *more))",
         "test_fused_code.py",
     ),
     Mutant(
@@ -1394,7 +1415,7 @@ MUTANTS = [
     Mutant(
         "fused code: an operation in place before the sum",
         "layers/fused_code.py",
-        "if addition is not None and any(_writes(module, one) for one in _between(chain, addition)):",
+        "if joined.residual is not None and any(_writes(module, one) for one in _between(chain, joined)):",
         "if addition is not None and not all(_between(chain, addition)):",
         "test_fused_code.py",
     ),

@@ -18,6 +18,7 @@ from dcnet.layers.following import (
     is_timm_norm,
     plain_class,
 )
+from dcnet.layers.fused_code import rewritten_code
 from dcnet.layers.fusion import Fusion, Place
 from dcnet.layers.post_ops import FUSED_NORMS
 from dcnet.layers.readers import END, look
@@ -48,9 +49,10 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
 
     Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its
     result through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish,
-    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads what lies between. A residual
-    addition behind a BatchNorm is fused too, with a ReLU behind it, where the code around can be recorded by torch.fx
-    and depends on its module's children and settings only. Results are the same, in fewer passes over memory.
+    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads what lies between. Where the code
+    around can be recorded by torch.fx, and depends on its module's children and settings only, so are activations that
+    it calls as functions (`F.relu`), and a residual addition behind a BatchNorm with the activation behind that.
+    Results are the same, in fewer passes over memory.
     A module that is replaced or hooked later computes for itself again. `unfuse_` takes it back.
     Modules keep their place and what they are instances of, but their class changes, and with it its name (such as
     `FusedBottleneck`). Where code cannot be recorded, a convolution that is called by itself, without the modules
@@ -100,13 +102,37 @@ def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
         report.fused[name] = followers
         if reason:
             report.fused[name][-1] += f" ({reason})"
+    _let_functions_join(model, {name: layer for name, layer in wanted.items() if layer.fusion is None}, places)
     for name, module in list(model.named_modules()):
         prefix = f"{name}." * bool(name)
-        for conv, behind in rewrite_(module).items():
-            fused = report.fused.get(prefix + conv)  # None if it was fused by an earlier call
-            if fused is not None and "an addition" not in fused:
-                fused += ["an addition", *[prefix + one for one in behind]]
+        for conv, joined in rewrite_(module).items():
+            if prefix + conv not in wanted:  # it was fused by an earlier call
+                continue
+            if report.left.pop(prefix + conv, None) is not None:
+                report.fused[prefix + conv] = []
+            fused = report.fused[prefix + conv]
+            texts = ["an addition"] * (joined.residual is not None)
+            if joined.activation is not None:
+                texts.append(joined.written if joined.written.endswith("()") else prefix + joined.written)
+            fused += texts if "an addition" not in fused and texts != fused[-1:] else []
     return report
+
+
+def _let_functions_join(model: nn.Module, layers: dict[str, Decoupled], places: dict[str, Place]) -> None:
+    """Give an empty fusion to layers behind which the code around them calls an activation as a function."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    around: dict[nn.Module, list[Decoupled]] = {}
+    for name, layer in layers.items():
+        holder = name
+        while holder and (holder == name or isinstance(modules[holder], nn.Sequential | nn.ModuleList | nn.ModuleDict)):
+            holder = holder.rpartition(".")[0]
+        around.setdefault(modules[holder], []).append(layer)
+        layer.fusion = Fusion(name, places[name], None)
+    for module, inside in around.items():
+        code = rewritten_code(module)
+        for layer in inside:
+            if code is None or layer not in code.convs:
+                layer.fusion = None
 
 
 def unfuse_(model: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dcnet.layers.decoupled import Decoupled, own_forward
@@ -15,26 +16,51 @@ from dcnet.ops import activate
 from dcnet.ops.geometry import convolution_dtype
 
 _SUMS = {("call_function", python.add), ("call_function", torch.add), ("call_method", "add")}
+# Activations that code calls as functions or methods, as modules of the same name do; GELU and LeakyReLU have options
+_RELU = (("call_function", F.relu), ("call_function", torch.relu), ("call_method", "relu"), ("call_method", "relu_"))
+_FUNCTIONS: dict[tuple[str, Any], str] = dict.fromkeys(_RELU, "relu") | {
+    ("call_function", F.relu6): "relu6",
+    ("call_function", F.silu): "silu",
+    ("call_function", F.hardswish): "hardswish",
+    ("call_function", F.gelu): "gelu",
+    ("call_function", F.leaky_relu): "prelu",
+}
+_WITHOUT_OPTIONS = ("relu", "relu6", "silu", "hardswish")
 
 
 class Code(NamedTuple):
     """Rewritten code, as a function of the module and its input, and what it relies on.
 
-    skipped: modules that are not called anymore, beside those that a convolution's own fusion knows. additions: by the
-    name of the convolution that adds a residual, that of the activation it applies to the sum, if any.
+    skipped: modules that are not called anymore, beside those that a convolution's own fusion knows. joined: what a
+    convolution does beyond its fusion, by the convolution's name.
     """
 
     function: Callable[[nn.Module, Any], Any]
     sources: list[Source]
     convs: list[Decoupled]
     skipped: list[nn.Module]
-    additions: dict[str, list[str]]
+    joined: dict[str, "Joined"]
+
+
+class Joined(NamedTuple):
+    """What code does behind a convolution and the modules of its fusion, which joins the convolution's pass.
+
+    behind: the calls, none if there is nothing. activation: by name, with a number as slope. written: how the code has
+    that: a module's name, or a function's, such as "relu()".
+    """
+
+    behind: list[fx.Node]
+    residual: fx.Node | None = None
+    in_place: bool = False
+    activation: str | None = None
+    slope: float | None = None
+    written: str = ""
 
 
 def rewritten_code(module: nn.Module) -> Code | None:
     """Return a module's code in which fused convolutions finish their results; None if it has none or is not known.
 
-    They do the work of the modules behind them, add residuals, and hand energies on.
+    They do the work of the modules and functions behind them, add residuals, and hand energies on.
     """
     recording = record(module)
     if recording is None:
@@ -42,7 +68,7 @@ def rewritten_code(module: nn.Module) -> Code | None:
     graph, modules = recording.graph, _children(module, recording.sources)
     runs: dict[fx.Node, Decoupled] = {}
     skipped = [source.module for source in recording.sources[1:]]
-    additions: dict[str, list[str]] = {}
+    found: dict[str, Joined] = {}
     for node in list(graph.nodes):
         layer = _called(modules, node)
         if not isinstance(layer, Decoupled) or not layer.fusion or own_forward(layer):
@@ -50,15 +76,17 @@ def rewritten_code(module: nn.Module) -> Code | None:
         chain = _chain(modules, node, layer.fusion)
         if chain is None:
             continue
-        addition = _addition(modules, chain, layer.fusion, recording.in_place)
-        if addition is not None and any(_writes(module, one) for one in _between(chain, addition)):
-            addition = None
-        if addition is not None:
-            additions[str(node.target)] = [str(addition.activation.target)] if addition.activation else []
-        calls = [one for one in (*chain, *(addition.behind if addition else [])) if one.op == "call_module"]
+        joined = _joined(modules, chain, layer.fusion, recording.in_place)
+        if joined.residual is not None and any(_writes(module, one) for one in _between(chain, joined)):
+            joined = Joined([])
+        if joined.behind:
+            found[str(node.target)] = joined
+        elif layer.fusion.is_empty:
+            continue
+        calls = [one for one in (*chain, *joined.behind) if one.op == "call_module"]
         known = [place.module for place in (layer.fusion.norm, layer.fusion.activation) if place is not None]
         skipped += [m for m in (modules[str(one.target)] for one in calls) if m is not layer and m not in known]
-        runs[_run_fused(graph, chain, addition)] = layer
+        runs[_run_fused(graph, chain, joined)] = layer
     left = any((node.op, node.target) == ("call_function", python.add) for node in graph.nodes)
     if recording.in_place and left:  # it would change something that others may read
         return None
@@ -69,7 +97,7 @@ def rewritten_code(module: nn.Module) -> Code | None:
     code = graph.python_code("self")
     names = dict(code.globals)
     exec(compile(code.src, f"<{type(module).__name__}, rewritten by dcnet.fuse_>", "exec"), names)
-    return Code(names["forward"], recording.sources, list(runs.values()), list(dict.fromkeys(skipped)), additions)
+    return Code(names["forward"], recording.sources, list(runs.values()), list(dict.fromkeys(skipped)), found)
 
 
 def _children(module: nn.Module, sources: list[Source]) -> dict[str, nn.Module]:
@@ -114,45 +142,66 @@ def _chain(modules: dict[str, nn.Module], conv: fx.Node, fusion: Fusion) -> list
     return chain + _through_identities(modules, chain[-1])
 
 
-class _Addition(NamedTuple):
-    residual: fx.Node
-    in_place: bool
-    activation: fx.Node | None
-    behind: list[fx.Node]  # the sum and the calls behind it
-
-
-def _addition(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusion, in_place: bool) -> _Addition | None:
-    """Return the addition that alone takes the end of a chain, with a ReLU behind it, if the pass can do that."""
+def _joined(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusion, in_place: bool) -> Joined:
+    """Return what follows a chain in the code: an addition that alone takes its end, an activation, or both."""
     conv, last = chain[0], chain[-1]
-    inside = None if fusion.norm is None else fusion.norm.module._modules.get("act")  # timm's BatchNormAct2d
-    if fusion.norm is None or fusion.activation is not None or activation_of(inside) != (None, None):
-        return None
-    total = _only_reader(last)
-    if total is None or len(total.args) != 2 or total.kwargs or not all(isinstance(a, fx.Node) for a in total.args):
-        return None
+    if fusion.activates:
+        return Joined([])
+    reader = _only_reader(last)
+    name, slope = _function(reader)
+    if reader is not None and name is not None and fusion.can_apply(name):
+        behind = [reader, *_through_identities(modules, reader)]
+        return Joined(behind, activation=name, slope=slope, written=_written(reader))
+    total = reader
+    if fusion.norm is None or total is None or len(total.args) != 2 or total.kwargs:
+        return Joined([])
+    if not all(isinstance(a, fx.Node) for a in total.args):
+        return Joined([])
     kind = total.op, total.target
     in_place = kind == ("call_method", "add_") or (in_place and kind == ("call_function", python.add))
     if (kind not in _SUMS and not in_place) or (in_place and total.args[0] is not last):
-        return None
+        return Joined([])
     residual = next(a for a in total.args if a is not last)
     assert isinstance(residual, fx.Node)
     x = conv.all_input_nodes[0]
     # the convolution then waits for the residual: nothing in between may change its input
-    if not residual < conv and (not isinstance(x, fx.Node) or len(x.users) > 1):
-        return None
+    if not residual < conv and len(x.users) > 1:
+        return Joined([])
     behind = [total, *_through_identities(modules, total)]
     reader = _only_reader(behind[-1])
-    found = activation_of(_called(modules, reader))
-    activation = reader if found is not None and found[0] == "relu" else None
-    if activation is not None:
-        behind += [activation, *_through_identities(modules, activation)]
-    return _Addition(residual, in_place, activation, behind)
+    name, slope = _function(reader)
+    called = activation_of(_called(modules, reader))
+    if called is not None and called[0] in _WITHOUT_OPTIONS:
+        name = called[0]
+    if reader is None or name is None:
+        return Joined(behind, residual, in_place)
+    behind += [reader, *_through_identities(modules, reader)]
+    return Joined(behind, residual, in_place, name, slope, _written(reader))
 
 
-def _between(chain: list[fx.Node], addition: _Addition) -> Iterator[fx.Node]:
-    """Yield the calls between a convolution and the addition that are not among those whose work it does."""
+def _function(node: fx.Node | None) -> tuple[str | None, float | None]:
+    """Return the activation that a call of a function or method applies, and its slope; None where it is none."""
+    name = None if node is None else _FUNCTIONS.get((node.op, node.target))
+    if node is None or name is None or len(node.args) != 1:
+        return None, None
+    options = {key: value for key, value in node.kwargs.items() if key not in ("input", "inplace")}
+    if name == "gelu":
+        by_name = {"none": "gelu", "tanh": "gelu_tanh"}
+        return by_name.get(str(options.pop("approximate", "none"))), None
+    if name == "prelu":
+        slope = options.pop("negative_slope", 0.01)
+        return ("prelu", float(slope)) if isinstance(slope, int | float) and not options else (None, None)
+    return (None, None) if options else (name, None)
+
+
+def _written(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else f"{getattr(node.target, '__name__', node.target)}()"
+
+
+def _between(chain: list[fx.Node], joined: Joined) -> Iterator[fx.Node]:
+    """Yield the calls between a convolution and an addition that are not among those whose work it does."""
     node = chain[0]
-    while node is not addition.behind[0]:
+    while node is not joined.behind[0]:
         if node not in chain:
             yield node
         node = node.next
@@ -166,14 +215,14 @@ def _writes(module: nn.Module, node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
-def _run_fused(graph: fx.Graph, chain: list[fx.Node], addition: _Addition | None) -> fx.Node:
+def _run_fused(graph: fx.Graph, chain: list[fx.Node], joined: Joined) -> fx.Node:
     """Put one call in the place of a convolution and all that it does; return it."""
-    conv, replaced = chain[0], chain if addition is None else [*chain, *addition.behind]
-    needs_later_residual = addition is not None and not addition.residual < conv
+    conv, replaced = chain[0], [*chain, *joined.behind]
+    needs_later_residual = joined.residual is not None and not joined.residual < conv
     with graph.inserting_before(replaced[-1] if needs_later_residual else conv):
         layer = graph.get_attr(str(conv.target))
-        adds = () if addition is None else (addition.residual, addition.in_place, addition.activation is not None)
-        run = graph.call_function(run_fused, (layer, conv.all_input_nodes[0], None, False, *adds))
+        more = (joined.residual, joined.in_place, joined.activation, joined.slope) if joined.behind else ()
+        run = graph.call_function(run_fused, (layer, conv.all_input_nodes[0], None, False, *more))
         result = graph.call_function(python.getitem, (run, 0))
     replaced[-1].replace_all_uses_with(result)
     for node in reversed(replaced):
@@ -206,27 +255,26 @@ def run_fused(
     leave_energy: bool,
     residual: Tensor | None = None,
     in_place: bool = False,
-    relu: bool = False,
+    activation: str | None = None,
+    slope: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a fused convolution of x, plus the residual, and the energy of that.
+    """Return a fused convolution of x, plus the residual, and the energy of that; the activation comes last.
 
     in_place: the residual was to be added in place, which keeps the dtype of the sum.
     """
-    assert conv.fusion is not None
-    activation = "relu" if relu else None
-    if not conv.fusion.takes(conv, x):
-        y = conv.fusion.one_by_one(conv, x)
-        return (y if residual is None else _sum(y, residual, in_place, activation)), None
-    post_ops = conv.fusion.post_ops()
-    if residual is None:
+    fusion = conv.fusion
+    assert fusion is not None
+    fits = residual is None or _fits(conv, x, residual)
+    if fits and fusion.takes(conv, x):
+        post_ops = fusion.post_ops(activation, slope)
+        if residual is not None:
+            assert post_ops is not None
+            post_ops = post_ops._replace(residual=residual)
         return conv.decouple(x, post_ops, energy, leave_energy)
-    if _fits(conv, x, residual):
-        return conv.decouple(x, post_ops._replace(residual=residual, activation=activation), energy, leave_energy)
-    return _sum(conv.decouple(x, post_ops, energy)[0], residual, in_place, activation), None
-
-
-def _sum(y: Tensor, residual: Any, in_place: bool, activation: str | None) -> Tensor:
-    return activate(y.add_(residual) if in_place else y + residual, activation, None)
+    y = conv.decouple(x, fusion.post_ops(), energy)[0] if fusion.takes(conv, x) else fusion.one_by_one(conv, x)
+    if residual is not None:
+        y = y.add_(residual) if in_place else y + residual
+    return activate(y, activation, None if slope is None else fusion.as_tensor(slope)), None
 
 
 def _fits(conv: Decoupled, x: Tensor, residual: Any) -> bool:

@@ -140,21 +140,42 @@ class Fusion:
                 return False
         return True
 
-    def post_ops(self) -> PostOps:
-        """Return what the convolution does for the modules behind it."""
-        norm = None if self.norm is None else self.norm.module
-        inside = None if norm is None else norm._modules.get("act")  # timm's BatchNormAct2d
+    @property
+    def is_empty(self) -> bool:
+        """Whether no module is behind the convolution: then it does what rewritten code asks for, if any."""
+        return self.norm is None and self.activation is None
+
+    @property
+    def activates(self) -> bool:
+        """Whether one of the modules is an activation."""
+        return self._activation()[0] is not None
+
+    def can_apply(self, activation: str) -> bool:
+        """Tell whether the convolution's pass has room for a function behind the modules."""
+        return self.norm is not None or activation in ONLY
+
+    def _activation(self) -> tuple[str | None, Any]:
+        inside = None if self.norm is None else self.norm.module._modules.get("act")  # timm's BatchNormAct2d
         found = activation_of(inside if self.activation is None else self.activation.module)
         assert found is not None
-        name, slope = found
-        if norm is None:
-            assert name is not None
-            return ONLY[name]
-        if isinstance(slope, int | float):
-            candidates: list[Any] = [norm.running_mean, norm.weight, self.conv.module.weight]
-            like = next(tensor for tensor in candidates if tensor is not None)
-            slope = torch.full((1,), float(slope), dtype=like.dtype, device=like.device)
-        return post_ops_of(norm, None, name, slope)
+        return found
+
+    def post_ops(self, activation: str | None = None, slope: float | None = None) -> PostOps | None:
+        """Return what the convolution does for the modules behind it, and for a function behind these."""
+        name, of_module = self._activation()
+        name, found = (activation, slope) if name is None else (name, of_module)
+        if self.norm is None:
+            return None if name is None else ONLY[name]
+        return post_ops_of(
+            self.norm.module, None, name, self.as_tensor(found) if isinstance(found, int | float) else found
+        )
+
+    def as_tensor(self, slope: float) -> Tensor:
+        """Return the slope of a LeakyReLU as one of PReLU."""
+        norm: Any = None if self.norm is None else self.norm.module
+        candidates = [] if norm is None else [norm.running_mean, norm.weight]
+        like: Any = next(one for one in (*candidates, self.conv.module.weight) if one is not None)
+        return torch.full((1,), float(slope), dtype=like.dtype, device=like.device)
 
     def hands_norm_through(self, x: Tensor) -> bool:
         """Tell whether the norm has nothing to do for x; raise if x is not what the convolution returned."""

@@ -18,7 +18,13 @@ from dcnet.util.compat import hooked
 
 # What code may name beside the children and settings of its module, unless its class has something of that name. Other
 # names, such as `isinstance`, could tell a recording from a real run, and so lead to other code.
-_HARMLESS = {"torch", "F", "getattr", "add", "add_", "cat", "flatten", "mean", "relu"}
+_HARMLESS = {
+    *("torch", "nn", "functional", "F", "getattr"),
+    *("add", "add_", "cat", "mean", "sum", "softmax", "log_softmax", "sigmoid", "tanh"),
+    *("relu", "relu_", "relu6", "silu", "hardswish", "gelu", "leaky_relu"),
+    *("size", "shape", "view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "contiguous"),
+    *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"),
+}
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, nn.Module)
 _MISSING = object()
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -201,7 +201,7 @@ def _end(readers: list[str]) -> str:
 
 def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:
     flow, returned = run_once(model, example_input, model.modules(), model.parameters(), training)
-    kept = flow.alive - returned
+    kept, own = flow.alive - returned, f"the code of {type(model).__name__}"
     names = {module: name for name, module in model.named_modules()}
     calls = Counter(one.module for one in flow.calls)
     made = {one.module: one.output for one in flow.calls if one.output is not None}
@@ -224,7 +224,7 @@ def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:
             inside = [reader in inner for reader in current.readers]
             # an activation in place returns the same tensor: what is read after it is its result
             before = current.readers[: inside.index(True)] if any(inside) and output is current else current.readers
-            others = {"" if reader is None else names[reader] for reader in before if reader not in inner}
+            others = {"" if reader is None else names[reader] or own for reader in before if reader not in inner}
             if current in kept and output is not current:
                 chain.append(_KEPT)
                 break

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Proxy
 
-from dcnet.layers.fused_code import Code, rewritten_code
+from dcnet.layers.fused_code import Code, Joined, rewritten_code
 from dcnet.util.compat import hooked
 
 
@@ -45,9 +45,15 @@ class Rewritten:
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # code that was made cannot be pickled, but made again
         state: Any = super().__getstate__()
-        return _restored, (plain_kind(self),), {key: v for key, v in state.items() if key != "fused_code"}
+        state = {key: value for key, value in state.items() if key != "fused_code"}
+        # of a fusion with modules, these take it along (`Following`)
+        convs = () if self.fused_code is None else self.fused_code.convs
+        empty = [(conv.fusion, conv) for conv in convs if conv.fusion is not None and conv.fusion.is_empty]
+        return _restored, (plain_kind(self),), state | {"convolutions": empty}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for fusion, conv in state.pop("convolutions", ()):
+            vars(conv)["fusion"] = fusion  # conv may not have its own state yet
         super().__setstate__(state)  # type: ignore[misc]
         self.code_is_due = True
 
@@ -82,10 +88,10 @@ def plain_kind(module: Rewritten) -> type[nn.Module]:
     return next(kind for kind in type(module).__mro__ if kind in _CLASSES)  # FSDP may have put one of its own before it
 
 
-def rewrite_(module: nn.Module) -> dict[str, list[str]]:
+def rewrite_(module: nn.Module) -> dict[str, Joined]:
     """Rewrite a module's forward if there are fused convolutions in it.
 
-    Return, for convolutions inside that now add a residual, the names of the activations behind it.
+    Return what convolutions inside do now beyond the modules behind them.
     """
     code = None if isinstance(module, Rewritten) else rewritten_code(module)
     if code is None:
@@ -95,7 +101,7 @@ def rewrite_(module: nn.Module) -> dict[str, list[str]]:
     for conv in code.convs:
         assert conv.fusion is not None
         conv.fusion.within = module
-    return code.additions
+    return code.joined
 
 
 def restore_(module: Rewritten) -> None:
