@@ -44,7 +44,7 @@ mutants: $(READY)
 
 ## sanitize: the fused kernels under compute-sanitizer, where there is a GPU (graph capture and torch.compile do not go with it)
 sanitize: $(READY)
-	compute-sanitizer --error-exitcode 9 $(BIN)/python -m pytest tests/test_chain.py tests/test_fused_training.py tests/test_fused.py -o addopts="" -q -x \
+	compute-sanitizer --error-exitcode 9 $(BIN)/python -m pytest tests/test_chain.py tests/test_fused*.py tests/test_fuse.py -o addopts="" -q -x \
 		-k "not ranks and not export and not compile and not cuda_graph and not registered and not every_operator"
 
 $(READY): pyproject.toml constraints.txt

@@ -243,6 +243,25 @@ def test_models_of_others(tmp_path, monkeypatch):
     assert "--what models" in " ".join(wrong.output.split())
 
 
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x if x.sum().item() < 1e9 else -x))).flatten(1)
+
+
+def test_a_model_that_cannot_be_traced_is_fused(monkeypatch):
+    """An image is at hand to run it on."""
+    name, made = f"{__name__}:Untraceable", []
+    dcnet.trust_model(name)
+    monkeypatch.setattr("dcnet.bench.measure._provided", lambda network, *_: made.append(network) or network)
+    for case in dcnet.bench.model_cases([f"{name}@16"], 2, "tanh + cosine", False):
+        measuring.network_run(case, torch.device("cpu"))()
+    assert [getattr(model.conv, "fusion", None) is not None for model in made] == [False, True, False]
+
+
 def test_the_readmes_networks(monkeypatch):
     """Made by `python benchmarks/networks.py benchmarks/results/h200_models.jsonl README.md`."""
     root = Path(__file__).parent.parent

@@ -89,6 +89,7 @@ def test_linear_and_subclasses_when_asked():
     assert report.notes == [
         "special: the forward of Standardized is dropped",
         "transposed convolutions have no decoupled twin and stay as they are: up",
+        "none of the 2 does the work of the modules behind it; report.fused says why",
     ]
     assert report.converted == ["special", "head"]
     assert type(model.special) is dcnet.DecoupledConv2d
@@ -307,6 +308,11 @@ def test_an_optimizer_that_knows_names():
     dcnet.decouple_(model, optimizer=optimizer)
     assert optimizer.param_groups[1]["param_names"] == ["0.raw_radius", "1.raw_radius"]
     assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(layer.raw_radius) for layer in model]
+
+
+def test_nothing_to_fuse_is_noted():
+    note = "none of the 2 does the work of the modules behind it; report.fused says why"
+    assert note in dcnet.decouple_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3))).notes
 
 
 def test_transposed_convolutions_are_noted():

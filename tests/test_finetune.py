@@ -370,6 +370,22 @@ def other_network(num_classes, in_channels):
     return External(nn.Sequential(*layers, nn.Linear(8 * 36, num_classes)), in_channels, nn.Identity())
 
 
+class Untraceable(nn.Module):
+    def __init__(self, num_classes, in_channels):
+        super().__init__()
+        self.conv, self.bn, self.head = nn.Conv2d(in_channels, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, num_classes)
+
+    def forward(self, x):
+        return self.head(self.bn(self.conv(x if x.sum().item() < 1e9 else -x)).mean((2, 3)))
+
+
+def test_a_network_that_cannot_be_traced_is_fused(tmp_path):
+    name = f"{__name__}:Untraceable"
+    dcnet.trust_model(name)
+    recipe = dcnet.make_recipe(model=name, data="digits", magnitude="tanh", steps=1, batch=8, evaluate_every=0)
+    assert train(recipe, tmp_path / "run", quiet=True).model.conv.fusion is not None
+
+
 @pytest.fixture(scope="module")
 def decoupled(tmp_path_factory):
     """A run of it, decoupled, and its weights in files of every kind."""

@@ -290,7 +290,7 @@ def test_other_followers_are_left():
     report = fuse_(net)
     assert report.left == {
         "0": "followed by LeakyReLU, which is fused behind a BatchNorm only",
-        "2": "followed by Tanh, not by a BatchNorm",
+        "2": "followed by Tanh; possible: BatchNorm1d, 2d, 3d or an activation",
     }
     assert report.fused == {"4": ["5 (not with Tanh)"]}
     assert str(report).splitlines()[0] == "1 fused, 2 left"

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from dcnet.bench.cases import Case, Shape
 from dcnet.bench.straightforward import straightforward_
-from dcnet.layers import DecoupledConv2d, decouple_
+from dcnet.layers import DecoupledConv2d, decouple_, fuse_
 from dcnet.models import create_external, create_model
 
 Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80th percentile
@@ -69,7 +69,9 @@ def network_run(case: Case, device: torch.device) -> Callable[[], Any]:
         size = int(pixels)
         network = create_external(name, num_classes=1000, in_channels=3, input_size=size)
         if case.operator:
-            decouple_(network, **_operator(case), fuse="unfused" not in case.provider)
+            report = decouple_(network, **_operator(case), fuse="unfused" not in case.provider)
+            if report.fused is not None and report.fused.unseen:  # torch.fx cannot trace it
+                fuse_(network, torch.rand(2, 3, size, size))
     else:
         network = create_model(case.name, **_operator(case))
     model = _provided(network, case, device)

@@ -25,7 +25,8 @@ def bench(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --what models: timm:resnet50, torchvision:resnet18@192 or module:callable; may be repeated."
+            help="With --what models: timm:resnet50, torchvision:resnet18@192, or module:callable of your own, which "
+            "the environment has to name in DCNET_TRUST_MODELS; may be repeated."
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --what models: images in a batch.")] = None,

@@ -101,7 +101,7 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
 
     flags = []
     for entry in entries:
-        default = "none" if entry.default is None else entry.default
+        default = ("auto" if bool in _kinds(entry.name) else "none") if entry.default is None else entry.default
         flag = f"--{entry.name.replace('_', '-')}"
         switch = f"{flag}/--no-{flag[2:]}" if bool in _kinds(entry.name) else flag
         several = " Several flags, or commas between them." if _is_names(entry.name) else ""

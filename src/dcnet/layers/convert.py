@@ -160,13 +160,16 @@ def decouple_(
             unfuse_(model)
             undo()
             raise
+        of = len(chosen)
         if report.fused.fused:
-            count, of = len(report.fused.fused), len(chosen)
+            count = len(report.fused.fused)
             report.notes.append(
                 f"{count} of {of} do the work of the modules behind them too; dcnet.unfuse_ takes that back"
             )
-        if report.fused.unseen:
+        elif report.fused.unseen:
             report.notes.append(f"none does the work of a BatchNorm behind it: {report.fused.unseen}")
+        elif of > 1 and not report.fused.fused:
+            report.notes.append(f"none of the {of} does the work of the modules behind it; report.fused says why")
     _tell_optimizer(report, chosen, groups)
     record_(model)
     return report

@@ -197,7 +197,8 @@ def _checked(
     if type(norm) not in FUSED_NORMS and not is_timm_norm(norm):
         found = activation_of(norm)
         if found is None:
-            return None, None, f"followed by {type(norm).__name__}, not by a BatchNorm"
+            possible = "BatchNorm1d, 2d, 3d or an activation"
+            return None, None, f"followed by {type(norm).__name__}; possible: {possible}"
         if found[0] not in ONLY:
             return None, None, f"followed by {type(norm).__name__}, which is fused behind a BatchNorm only"
         why = _why_not(norm, counts)

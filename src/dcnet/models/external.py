@@ -141,7 +141,8 @@ def _of_ones_own(name: str, shape: dict[str, int]) -> nn.Module:
         for part in made_by.split("."):
             make = getattr(make, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"the network {name} cannot be imported: {error}") from error
+        hint = "; PYTHONPATH=. finds modules of the current folder" if isinstance(error, ModuleNotFoundError) else ""
+        raise ValueError(f"the network {name} cannot be imported: {error}{hint}") from error
     if not isinstance(make, Callable):  # type: ignore[arg-type]
         raise ValueError(f"{name} is a {type(make).__name__}; a function or class that makes the network is needed")
     model = make(**_taken(make, shape))

@@ -184,7 +184,7 @@ class Recipe:
     channels_last: bool = _option(False, "Memory order of the images.")
     compile: bool = _option(False, "Run the network through torch.compile.")
     graphs: bool | None = _option(
-        None, "Repeat the training step as a CUDA graph: no waiting for the host. None: where it can be done."
+        None, "Repeat the training step as a CUDA graph: no waiting for the host. Auto: where it can be done."
     )
     deterministic: bool = _option(False, "Only algorithms that give the same result every time.")
     seed: int = _option(0, "Of weights, order of the images, and augmentation.", low=0, below=2**32)

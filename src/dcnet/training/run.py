@@ -11,10 +11,11 @@ from shlex import quote
 from tempfile import TemporaryFile
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dcnet.formulas import parse_number
-from dcnet.layers import restore_conversion_
+from dcnet.layers import decoupled_layers, fuse_, restore_conversion_
 from dcnet.models import create_external, create_model, is_external
 from dcnet.models.external import HUB
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix
@@ -59,7 +60,8 @@ def build_model(
     library_weights: load the weights that the library of the network has for it.
     """
     if conversion is not None:
-        return restore_conversion_(build_model(plain_recipe(recipe), shape), conversion)
+        images = torch.zeros(2, shape["in_channels"], shape["input_size"], shape["input_size"])
+        return fuse_untraced_(restore_conversion_(build_model(plain_recipe(recipe), shape), conversion), images)
     if is_external(recipe.model):
         return create_external(recipe.model, **shape, pretrained=library_weights)
     options = layer_options(recipe)
@@ -77,6 +79,13 @@ def build_model(
         recipe.model, magnitude=recipe.magnitude, angular=recipe.angular, head=recipe.head, **named, **shape, **options
     )
     return normalize_ordinary_(model) if recipe.plain_kernels == "normalized" else model
+
+
+def fuse_untraced_(model: nn.Module, images: Tensor) -> nn.Module:
+    """Fuse a converted model in place by running it, where torch.fx could not trace it; return the model."""
+    if not any(layer.fusion for layer in decoupled_layers(model).values()) and fuse_(model).unseen:
+        fuse_(model, images)
+    return model
 
 
 def read_json(path: Path) -> Any:

@@ -17,7 +17,7 @@ from dcnet.models.external import External
 from dcnet.training.checkpoint import load_state
 from dcnet.training.ranks import Ranks
 from dcnet.training.recipe import Recipe
-from dcnet.training.run import Conversion, build_model, layer_options, plain_recipe
+from dcnet.training.run import Conversion, build_model, fuse_untraced_, layer_options, plain_recipe
 from dcnet.training.weights import LIBRARY, Origin, Source, check_operator, find_weights, load_weights_, origin_of
 
 _STRUCTURE = (
@@ -95,7 +95,8 @@ def _converted(recipe: Recipe, shape: dict[str, int], source: "Source | None", b
     if source is not None and source != LIBRARY:
         load_weights_(model, source)
     model.to(batches.ranks.device)
-    check_logits(model, recipe.model, next(iter(batches))[:2], shape["num_classes"])
+    images = next(iter(batches))[:2]
+    check_logits(model, recipe.model, images, shape["num_classes"])
     if recipe.magnitude is None:
         return Start(model)
     options = _what_to_convert(model, recipe, shape)
@@ -103,6 +104,7 @@ def _converted(recipe: Recipe, shape: dict[str, int], source: "Source | None", b
     report = decouple_(model, recipe.magnitude, recipe.angular, calibrate=calibrate, **options, **layer_options(recipe))
     if not report.converted:
         raise ValueError(f"nothing was converted in {recipe.model}: {report}")
+    fuse_untraced_(model, images)
     return Start(model, {name: how for name, how in conversion_of(model).items() if name in report.converted})
 
 

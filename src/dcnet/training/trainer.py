@@ -119,7 +119,7 @@ def _train(
     progress.begin(run, steps, state.step, per_epoch)
     state.say = progress.note
     if ranks.device.type == "cuda" and decoupled_layers(state.model):
-        progress.note("the first step compiles kernels that no earlier run has left in Triton's cache: up to a minute")
+        progress.note("the first step compiles the kernels that no earlier run has left in Triton's cache: 5 to 15 s")
     if state.of_graphs:
         progress.note(state.of_graphs)
 
