@@ -1,5 +1,7 @@
 """Train the demo's networks in turn, and compare the seconds that they record: demo_cpu.py [--turns 5] [--csv FILE].
 
+With --busy 4 they train beside four processes that do nothing but count, each in a program of its own.
+
 PyTorch's threads wait for each other in every operation, so one busy process beside them makes these short trainings
 several times slower, plain ones too. A training during which others had more than a twentieth of a core is repeated.
 """
@@ -7,8 +9,12 @@ several times slower, plain ones too. A training during which others had more th
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -50,6 +56,18 @@ def train(name: str, steps: int | None) -> tuple[float, float]:
         return run.result["seconds"], others
 
 
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep processes busy for a while."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 def undisturbed(name: str, steps: int | None) -> float:
     """Return the seconds of the first training that nobody disturbed."""
     for _ in range(TRIES):
@@ -64,21 +82,26 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description="The demo's networks on a CPU: seconds of training, in turn.")
     arguments.add_argument("--turns", type=int, default=5)
     arguments.add_argument("--steps", type=int, help="of each training, instead of the demo's epochs")
+    arguments.add_argument("--busy", type=int, default=0, help="processes that count beside the trainings")
     arguments.add_argument("--csv", type=Path, help="where to write the records")
     options = arguments.parse_args()
     for name in NETWORKS:
         train(name, 2)  # what is compiled once
     times: dict[str, list[float]] = {name: [] for name in NETWORKS}
-    for _ in range(options.turns):
-        for name in NETWORKS:
-            times[name].append(undisturbed(name, options.steps))
+    with busy(options.busy):
+        for _ in range(options.turns):
+            for name in NETWORKS:
+                one = train(name, options.steps)[0] if options.busy else undisturbed(name, options.steps)
+                times[name].append(one)
     rows = []
+    total = {name: sum(seconds) for name, seconds in times.items()}
     for name, ratio in ratios(times, "plain").items():
         seconds = statistics.median(times[name])
-        print(f"{name:20} {seconds:6.2f} s  {ratio:.2f}")
+        print(f"{name:20} {seconds:6.2f} s  {ratio:.2f}  ({total[name] / total['plain']:.2f} of all turns together)")
         rows.append(
             {"network": name, "seconds": round(seconds, 3), "least": min(times[name]), "most": max(times[name])}
-            | {"ratio": round(ratio, 3), "turns": options.turns, "threads": torch.get_num_threads()}
+            | {"ratio": round(ratio, 3), "ratio of sums": round(total[name] / total["plain"], 3)}
+            | {"turns": options.turns, "threads": torch.get_num_threads(), "steps": options.steps, "busy": options.busy}
         )
     if options.csv is not None:
         write(options.csv, rows, "seconds as the runs record them, networks in turn, wall clock")

@@ -1,8 +1,11 @@
-"""The networks whose price the README names, and its table, made of the records: networks.py RECORDS PAGE."""
+"""Networks and their price, and the table of it, made of the records: networks.py RECORDS PAGE [--all].
+
+The README has the rows that matter most, benchmarks/h200.md has all.
+"""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -57,12 +60,19 @@ NETWORKS = (
     Network("timm:resnet50", 128, "torch.compile"),
     Network("resnet32", 512, "torch.compile, inference"),
 )
+_LESS_TELLING = (
+    Network("timm:resnet18", 128),
+    Network("resnet32", 32),
+    Network("cnn9", 128),
+    Network("resnet32", 128, "torch.compile"),
+)
+IN_README = tuple(network for network in NETWORKS if network not in _LESS_TELLING)
 FIRST_STEP = Network("cnn9_narrow", 128, FIRST)
 
 
-def table(lines: Iterable[str]) -> str:
-    """Return the README's table: of each network the records of the last commit, plain and decoupled in a round."""
-    rounds: dict[Network, dict[int, dict[str, dict[str, Any]]]] = {}
+def table(lines: Iterable[str], networks: Sequence[Network] = NETWORKS) -> str:
+    """Return the table: of each network the records of the last commit, plain and decoupled in a round of one run."""
+    rounds: dict[Network, dict[tuple[str, int], dict[str, dict[str, Any]]]] = {}
     commits: dict[Network, str] = {}
     for record in map(json.loads, lines):
         network = Network(record["model"], record["batch"], record["mode"])
@@ -72,9 +82,9 @@ def table(lines: Iterable[str]) -> str:
             commits[network] = record["commit"]
             rounds.pop(network)
         kind = "plain" if record["kind"] == "plain" else "decoupled"
-        rounds.setdefault(network, {}).setdefault(record["round"], {})[kind] = record
+        rounds.setdefault(network, {}).setdefault((record.get("run", ""), record["round"]), {})[kind] = record
     rows = ["| network, batch | plain, ms | time | memory |", "|---|---|---|---|"]
-    for network in NETWORKS:
+    for network in networks:
         pairs = list(rounds.get(network, {}).values())
         if pairs:
             plain = _span([pair["plain"]["ms"] for pair in pairs], 1)
@@ -94,5 +104,6 @@ def _span(numbers: list[float], digits: int) -> str:
 
 
 if __name__ == "__main__":
-    records, page = map(Path, sys.argv[1:])
-    render_into(page, table(records.read_text(encoding="utf-8").splitlines()), BEGIN, END)
+    chosen = NETWORKS if "--all" in sys.argv else IN_README
+    records, page = (Path(one) for one in sys.argv[1:] if one != "--all")
+    render_into(page, table(records.read_text(encoding="utf-8").splitlines(), chosen), BEGIN, END)

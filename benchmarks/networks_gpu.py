@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def measure(network: Network, rounds: int, steps: int, write: Callable[[str], An
                 "first_s": round(first[kind], 1),
                 "round": number,
                 "host_code": "C++" if host.counts() else "Python",
+                **_machine(),
             }
             write(json.dumps(record | made))
 
@@ -77,8 +79,29 @@ def measure_first_step(kind: str, write: Callable[[str], Any]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _use_cublas(device)
     run = network_run(FIRST_STEP.case(kind), device)
-    record = {**FIRST_STEP._asdict(), "kind": kind, "seconds": round(_seconds(run, device), 2)}
+    started = time.process_time()
+    seconds = _seconds(run, device)
+    record = {
+        **FIRST_STEP._asdict(),
+        "kind": kind,
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(time.process_time() - started, 2),  # of the host, all threads
+        **_machine(),
+    }
     write(json.dumps(record | provenance(device)))
+
+
+def _machine() -> dict[str, str]:
+    """Return which call of this script a record is from, and on what host: the same rounds on two are not mixed."""
+    names = {line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")}
+    return {"run": os.environ.get("DCNET_BENCH_RUN", ""), "cpu": ", ".join(sorted(names))}
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _use_cublas(device: torch.device) -> None:
@@ -220,6 +243,7 @@ def main() -> None:
         parser.error("--out: the file of the records is needed")
     if not torch.cuda.is_available() and not given.cpu:
         parser.error("there is no GPU here; --cpu tries the script without one")
+    os.environ["DCNET_BENCH_RUN"] = uuid.uuid4().hex[:8]
     chosen = [network for title, network in titles.items() if any(text in title for text in given.match or [""])]
     if not chosen:
         parser.error(f"--match: nothing has {given.match} in its title; there are {'; '.join(titles)}")

@@ -135,3 +135,19 @@ def test_disturbed_trainings_of_the_demo_are_repeated(demo, monkeypatch, capsys,
     monkeypatch.setattr(demo, "train", lambda name, steps: (1.0, 1.0))
     with pytest.raises(SystemExit, match="quiet machine"):
         demo.main()
+
+
+def test_trainings_of_the_demo_beside_busy_processes(demo, monkeypatch, tmp_path):
+    """They are not repeated, and the processes end with them."""
+    path, started = tmp_path / "times.csv", []
+    popen = demo.subprocess.Popen
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    found = iter([1.0] * 5 + [2.0, 3.0, 3.0, 3.0, 3.0] + [4.0, 4.0, 4.0, 4.0, 4.0])
+    monkeypatch.setattr(demo, "train", lambda name, steps: (next(found), 1.0))
+    arguments = ["--turns", "2", "--busy", "2", "--steps", "7", "--csv", str(path)]
+    monkeypatch.setattr(sys, "argv", ["demo_cpu.py", *arguments])
+    demo.main()
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [(row["ratio"], row["ratio of sums"]) for row in rows] == [("1.0", "1.0")] + [("1.25", "1.167")] * 4
+    assert [(row["busy"], row["steps"]) for row in rows] == [("2", "7")] * 5
+    assert [process.poll() is not None for process in started[:2]] == [True, True]

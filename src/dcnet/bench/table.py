@@ -1,4 +1,4 @@
-"""The README's table out of the records: ratios to the plain network in the same run of the benchmark."""
+"""A table out of the records: ratios to the plain network in the same run of the benchmark."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,25 +8,14 @@ from dcnet.bench.records import CASE, Row
 from dcnet.util.files import write_atomically
 
 BEGIN, END = "<!-- dcnet bench: begin -->", "<!-- dcnet bench: end -->"
-# What a reader wants to know first: what cheap and costly operators cost, and what it would cost without these kernels.
-_STEP = "resnet32, training step, batch 512, bfloat16, channels_last"
-BRIEF = (
-    *(
-        f"{_STEP}, ours {operator}"
-        for operator in ("tanh + cosine", "linear + cosine", "seg + square_cosine", "tanh + sigmoid")
-    ),
-    f"{_STEP}, straightforward tanh + cosine",
-)
 _TOGETHER = ("device", "torch", "triton", "commit")  # a ratio is taken within these
 
 
-def render(rows: Iterable[Row], brief: bool = False) -> str:
+def render(rows: Iterable[Row]) -> str:
     """Return a Markdown table of time and peak memory, each as a ratio to the plain twin.
 
-    The last record of a case counts. brief: only the rows in BRIEF.
+    The last record of a case counts.
     """
-    if brief:
-        rows = [row for row in rows if not row["operator"] or _case(row).title in BRIEF]
     values: dict[tuple[str, ...], float] = {}
     order: dict[tuple[str, ...], Row] = {}
     for row in rows:

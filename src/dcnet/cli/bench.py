@@ -41,7 +41,6 @@ def bench(
     render: Annotated[
         bool, typer.Option("--render", help="Measure nothing: only make the table of what is there.")
     ] = False,
-    brief: Annotated[bool, typer.Option("--brief", help="Only the rows of the README.")] = False,
     into: Annotated[Path | None, typer.Option(help="Put the table into this file, between its marks.")] = None,
 ) -> None:
     """Measure what decoupling costs, as a ratio to the plain network in the same run."""
@@ -71,7 +70,7 @@ def bench(
                 else benchmarks.cases(cuda, what, quick)
             )
             rows = benchmarks.run(_matching(list(possible), match), out, device, repeats, say, commit)
-        table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")], brief)
+        table = benchmarks.render([row for row in rows if what in ("all", f"{row['what']}s")])
         if into is not None:
             benchmarks.render_into(into, table)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
