@@ -1429,8 +1429,8 @@ MUTANTS = [
     Mutant(
         "fusion: BatchNorm over another dimension",
         "layers/fusion.py",
-        "return self.norm is None or x.dim() == conv._geometry().dims + 2",
-        "return self.norm is None or x.dim() >= conv._geometry().dims + 2",
+        "return self.norm is None or x.dim() == conv._dims + 2",
+        "return self.norm is None or x.dim() >= conv._dims + 2",
         "test_fused_code.py",
     ),
     Mutant(

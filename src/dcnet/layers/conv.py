@@ -58,6 +58,10 @@ class _DecoupledConv(Decoupled):
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_channels, self.groups
 
+    @property
+    def _dims(self) -> int:
+        return len(self.kernel_size)
+
     def _geometry(self) -> Geometry:
         make = make_geometry if torch.compiler.is_compiling() else known_geometry
         shape = (self.kernel_size, self.stride, self.padding, self.dilation)

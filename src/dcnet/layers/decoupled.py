@@ -137,6 +137,11 @@ class Decoupled(nn.Module):
         """Return what is copied or pickled: without the fusion, which the modules behind this layer bring along."""
         return {name: value for name, value in vars(self).items() if name != "fusion"}
 
+    @property
+    def _dims(self) -> int:
+        """How many dimensions the maps have beside images and channels; 0 for features. Quicker than the geometry."""
+        raise NotImplementedError
+
     def _geometry(self) -> Geometry:
         raise NotImplementedError
 

@@ -109,7 +109,7 @@ class Fusion:
 
     def takes(self, conv: Any, x: Tensor) -> bool:
         """Tell whether x is a batch: in other inputs a norm may take another dimension for the channels."""
-        return self.norm is None or x.dim() == conv._geometry().dims + 2
+        return self.norm is None or x.dim() == conv._dims + 2
 
     def one_by_one(self, conv: Any, x: Tensor) -> Tensor:
         """Return the convolution of x, with every module behind it doing its own work."""

@@ -36,6 +36,10 @@ class DecoupledLinear(Decoupled, nn.Linear):
     def _kernels_and_groups(self) -> tuple[int, int]:
         return self.out_features, 1
 
+    @property
+    def _dims(self) -> int:
+        return 0
+
     def _geometry(self) -> Geometry:
         return LINEAR
 

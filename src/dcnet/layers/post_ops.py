@@ -19,7 +19,7 @@ def is_norm_of(norm: nn.Module, conv: "Decoupled", x: Tensor) -> bool:
 
     In inputs that are not a batch, or have tokens, it takes another dimension for the channels.
     """
-    dims = conv._geometry().dims
+    dims = conv._dims
     return type(norm) is FUSED_NORMS[max(dims, 1) - 1] and x.dim() == dims + 2
 
 
