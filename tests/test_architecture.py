@@ -134,6 +134,8 @@ def test_imports_inside_ops_go_one_way(folder, order):
         here = inner[0].removesuffix(".py").replace("__init__", "") if len(inner) == 1 else inner[0]
         assert here in order, f"{package}.{here} has no place in the order yet"
         for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("dcnet") for alias in node.names), f"{path}: from … import …"
             if isinstance(node, ast.ImportFrom) and (
                 node.module == package or (node.module or "").startswith(package + ".")
             ):
@@ -203,6 +205,21 @@ print(seconds, of_torch)
 
 def test_files_fit_on_a_few_screens():
     assert {str(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > 300} == {}
+
+
+def test_kernels_have_few_parameters():
+    """As many as one can read, and as ARCHITECTURE.md says."""
+    functions = [
+        node
+        for path in (ROOT / "ops" / "fused" / "kernels").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    largest = max(len(one.args.args) + len(one.args.kwonlyargs) for one in functions)
+    assert largest <= 60
+    page = ROOT.parent.parent / "ARCHITECTURE.md"
+    if page.is_file():
+        assert f"The largest kernel has {largest} parameters." in page.read_text(encoding="utf-8")
 
 
 def test_the_size_in_architecture_md(monkeypatch):
