@@ -1,5 +1,6 @@
 """Random geometries, every operator of the catalogue, and the error rule all implementations are held to."""
 
+import ast
 import copy
 import importlib
 import math
@@ -42,6 +43,17 @@ def needs(package):
         return pytest.importorskip(package, reason=f"{package} is not installed; `make ecosystem` installs it")
     except RuntimeError as error:  # torchvision built for another torch, with CUDA or without
         return pytest.fail(f"{package} is installed, but not in a build that fits torch {torch.__version__}: {error}")
+
+
+def packages(code):
+    """The packages that code imports."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    return names
 
 
 def learned_by(angular):

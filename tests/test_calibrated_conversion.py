@@ -1,12 +1,11 @@
 """`decouple_(model, calibrate=batches)`: what a converted network keeps of the trained one, and bad batches."""
 
 import copy
-from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers import needs
 from torch import nn
-from torchvision_stub import make_torchvision_importable
 
 import dcnet
 from dcnet.layers import Block, Chain, calibrate
@@ -441,11 +440,7 @@ def test_nothing_to_convert():
 )
 def test_networks_of_timm_start_exactly_too(name):
     """What follows a convolution is found in pre-activation, concatenated, gated and unnormalized layers alike."""
-    if find_spec("timm") is None:
-        pytest.skip("timm not installed")
-    make_torchvision_importable()
-    import timm
-
+    timm = needs("timm")
     torch.manual_seed(0)
     plain = timm.create_model(name, num_classes=10)
     inputs = list(images(8, 3, 64, 64).split(4))

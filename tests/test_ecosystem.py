@@ -240,7 +240,7 @@ def test_timm_layers_with_arithmetic_of_their_own():
 
 
 def test_peft_adapters_stay_beside_the_layer_and_are_not_merged():
-    peft = pytest.importorskip("peft")
+    peft = needs("peft")
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights=False))
     x = images(2, 3, 8, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import OPERATORS
+from helpers import OPERATORS, needs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -516,9 +516,9 @@ def test_weights_come_back_into_a_plain_model(tmp_path):
 
 @pytest.fixture
 def onnx():
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
-    return pytest.importorskip("onnx")
+    needs("onnxscript")
+    needs("onnxruntime")
+    return needs("onnx")
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -6,18 +6,18 @@ The network is ours, another library's, or the user's own.
 import dataclasses
 import json
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers import needs
 from safetensors.torch import save_file
 from torch import nn
-from torchvision_stub import make_torchvision_importable
 from typer.testing import CliRunner
 
 import dcnet
 from dcnet.cli import app
 from dcnet.layers.decoupled import decoupled_layers
+from dcnet.models import create_external
 from dcnet.models.external import External
 from dcnet.training import save_weights, train
 
@@ -276,17 +276,12 @@ def test_networks_of_ones_own_that_do_not_fit(own, name, message):
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
 def test_networks_of_libraries(library, tmp_path):
-    if find_spec(library) is None:
-        pytest.skip(f"{library} not installed")
-    make_torchvision_importable()
     if library == "timm":
-        import timm
-
+        timm = needs("timm")
         net, name = timm.create_model("resnet10t", num_classes=10), "timm:resnet10t"
         converted = 14
     else:
-        from torchvision.models import squeezenet1_1
-
+        squeezenet1_1 = needs("torchvision.models").squeezenet1_1
         net, name = squeezenet1_1(num_classes=10), "torchvision:squeezenet1_1"
         converted = 26
     torch.manual_seed(0)
@@ -317,12 +312,8 @@ def test_networks_of_libraries(library, tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
 def test_weights_by_the_library(monkeypatch):
     """Nothing is downloaded: what the library would have downloaded is given here."""
-    if find_spec("torchvision") is None:
-        pytest.skip("torchvision not installed")
-    make_torchvision_importable()
-    from torchvision.models import _api, squeezenet1_1
-
-    from dcnet.models import create_external
+    models = needs("torchvision.models")
+    _api, squeezenet1_1 = models._api, models.squeezenet1_1
 
     known, asked = squeezenet1_1().state_dict(), []
     monkeypatch.setattr(_api, "load_state_dict_from_url", lambda url, **options: asked.append(options) or known)

@@ -1,13 +1,11 @@
 """The code of docs/frameworks.md runs, as far as the packages it is about are installed."""
 
-import ast
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from torchvision_stub import make_torchvision_importable
+from helpers import needs, packages
 
 import dcnet
 from dcnet.layers import decoupled_layers
@@ -16,23 +14,13 @@ PAGE = Path(__file__).parent.parent / "docs" / "frameworks.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def packages(code):
-    """The packages that code imports."""
-    nodes = list(ast.walk(ast.parse(code)))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    return {name.split(".")[0] for name in names}
-
-
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
 @pytest.mark.parametrize(
     "code", BLOCKS, ids=lambda code: "-".join(sorted(packages(code) - {"torch", "dcnet"})) or "dcnet"
 )
 def test_the_code_trains(code, tmp_path, monkeypatch):
-    missing = [name for name in packages(code) if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
-    make_torchvision_importable()  # which the packages import where it is installed
+    for name in sorted(packages(code)):
+        needs(name)
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "page"}
     exec(compile(code, str(PAGE), "exec"), scope)

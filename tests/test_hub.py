@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import needs
 from safetensors import safe_open
 
 import dcnet
@@ -331,7 +332,7 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
 
 
 def test_through_the_hugging_face_format(run, tmp_path, capsys):
-    pytest.importorskip("huggingface_hub")
+    needs("huggingface_hub")
     run.write_attacks([])
     model = dcnet.HubModel.from_run(run.folder)
     model.save_pretrained(tmp_path / "saved")
@@ -351,7 +352,7 @@ def test_through_the_hugging_face_format(run, tmp_path, capsys):
 
 def test_what_is_pushed_is_what_is_saved(run, monkeypatch):
     """Nothing is sent: the client is another one here."""
-    hub = pytest.importorskip("huggingface_hub")
+    hub = needs("huggingface_hub")
     sent = {}
 
     class Client:

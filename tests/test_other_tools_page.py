@@ -1,25 +1,13 @@
 """The code of docs/other-tools.md runs, as far as the packages it is about are installed."""
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
-from helpers import needs
+from helpers import needs, packages
 
 PAGE = Path(__file__).parent.parent / "docs" / "other-tools.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def packages(code):
-    """The packages that code imports."""
-    names = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.split(".")[0])
-    return names
 
 
 @pytest.mark.filterwarnings("ignore")  # of other people's packages

@@ -4,13 +4,12 @@ import importlib
 import inspect
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import needs, packages
 from test_cli import call
-from test_other_tools_page import packages
 from typer.main import get_command
 
 import dcnet
@@ -22,11 +21,15 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+# test_other_tools_page.py, …, test_callbacks.py
+_TESTED_ELSEWHERE = ("other-tools.md", "your-model.md", "frameworks.md", "callbacks.md")
+
+
 def blocks(python):
     """(page, number, text) of every block of Python, or of all others."""
     for page in PAGES:
-        if page.name in ("other-tools.md", "your-model.md"):
-            continue  # which have tests of their own: test_other_tools_page.py, test_your_model_page.py
+        if (python and page.name in _TESTED_ELSEWHERE) or page.name in ("other-tools.md", "your-model.md"):
+            continue
         found = [text for kind, text in FENCE.findall(page.read_text(encoding="utf-8")) if (kind == "python") == python]
         for number, text in enumerate(found, 1):
             yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
@@ -35,9 +38,8 @@ def blocks(python):
 @pytest.mark.usefixtures("few_digits", "catalogue")
 @pytest.mark.parametrize("code", list(blocks(python=True)))
 def test_python(code, tmp_path, monkeypatch):
-    missing = [name for name in packages(code) if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
+    for name in sorted(packages(code)):
+        needs(name)
     if '"cuda"' in code and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import needs
 from safetensors.torch import load_file
 from torch import nn
 
@@ -653,7 +654,7 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert ("test_accuracy", last["test_accuracy"], 2) in written
     assert ("radius/stages.0.conv", last["learned"]["radius"]["stages.0.conv"][2], 2) in written
     assert written[-1] == "closed"
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    needs("tensorboard")
     dcnet.train(recipe(steps=1), tmp_path / "run", device="cpu", tensorboard=True)
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 

@@ -1,11 +1,11 @@
 """The code of docs/your-model.md runs from the first block to the last, where its packages are installed."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import needs
 
 PAGE = Path(__file__).parent.parent / "docs" / "your-model.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -19,9 +19,8 @@ def test_the_page_has_the_code():
 
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
 def test_the_code_runs(tmp_path, monkeypatch):
-    missing = [name for name in ("timm", "onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed")
+    for name in ("timm", "onnx", "onnxscript", "onnxruntime"):
+        needs(name)
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "page"}
     seen = {}
