@@ -300,3 +300,127 @@ def test_the_report_is_a_table():
     assert type(model[0]) is nn.Conv2d
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def decoupled_network():
+    """The network with all but its first layer decoupled, a Linear in front of it, and a classifier."""
+    model = nn.Sequential(nn.Linear(4, 4), network(), dcnet.DecoupledLinear(8, 2))
+    dcnet.decouple_(model, where="not-first")
+    return model
+
+
+DECOUPLED = ["1.1.depthwise", "1.1.pointwise", "1.2", "2"]
+
+
+def projected(model, where):
+    return dcnet.project_weights_(model, where=where)
+
+
+def counted(model, where):
+    """The layers a WeightProjection projects, seen by their kernels."""
+    before = {name: layer.weight.detach().clone() for name, layer in dcnet.layers.decoupled_layers(model).items()}
+    dcnet.WeightProjection(model, torch.optim.SGD(model.parameters(), lr=0.1), scale=3.0, where=where).project()
+    return [name for name, weight in before.items() if not torch.equal(model.get_submodule(name).weight, weight)]
+
+
+def weighted(model, where):
+    with dcnet.weight_gradients_(model, where):
+        return [
+            name for name, layer in dcnet.layers.decoupled_layers(model).items() if layer.weighted_gradient is not None
+        ]
+
+
+def penalized(penalty):
+    def names(model, where):
+        layers = dcnet.layers.decoupled_layers(model)
+        for layer in layers.values():  # so that a depthwise layer, of one kernel a group, has a penalty too
+            layer.weight.data.mul_(2.0).add_(0.1)
+        weights = [layer.weight for layer in layers.values()]
+        found = torch.autograd.grad(penalty(model, where), weights, allow_unused=True)
+        return [name for name, gradient in zip(layers, found, strict=True) if gradient is not None]
+
+    return names
+
+
+TOOLS = {
+    "project_weights_": projected,
+    "WeightProjection": counted,
+    "weight_gradients_": weighted,
+    "orthogonal_penalty": penalized(dcnet.orthogonal_penalty),
+    "orthonormal_penalty": penalized(dcnet.orthonormal_penalty),
+    "decoupled_layers": lambda model, where: list(dcnet.layers.decoupled_layers(model, where)),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        (None, DECOUPLED),
+        ("all", DECOUPLED),
+        ("not-first", DECOUPLED),  # the first layer of the network is plain
+        ("spatial", ["1.1.depthwise", "1.2"]),
+        ("not-depthwise", ["1.1.pointwise", "1.2", "2"]),
+        ("*wise", ["1.1.depthwise", "1.1.pointwise"]),
+        ("1", ["1.1.depthwise", "1.1.pointwise", "1.2"]),
+        ("!1.1", ["1.2", "2"]),
+        ("!1.0", DECOUPLED),  # which is plain: nothing to take away
+        (["1", "spatial", "!1.2"], ["1.1.depthwise"]),
+        (("1.2", "2"), ["1.2", "2"]),
+        (lambda name, layer: layer.weight.dim() == 2, ["2"]),
+        (["not-depthwise", lambda name, layer: name != "2"], ["1.1.pointwise", "1.2"]),
+    ],
+)
+def test_where_of_decoupled_layers(tool, where, names):
+    """The words of decouple_ in every function that takes decoupled layers."""
+    assert tool(decoupled_network(), where) == names
+
+
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+def test_where_of_decoupled_layers_is_checked(tool):
+    model = decoupled_network()
+    for where, message in (
+        ("spacial", r"'spacial' is no preset and matches no layer. Did you mean 'spatial'"),
+        (["not-first", "!stem*"], r"'!stem\*' is no preset and matches no layer.*'0', '1.0.0'"),
+        ("1.0", r"'1.0' is no preset and matches no layer.*layers: '1.1.depthwise', .*'2'$"),  # which is plain
+    ):
+        with pytest.raises(ValueError, match=message):
+            tool(model, where)
+    for where in ([], ["all", 3], {"all": True}):
+        with pytest.raises(TypeError, match="where must be a function"):
+            tool(model, where)
+    with pytest.raises(ValueError, match="'conv9' is no preset and matches no layer"):
+        tool(network(), "conv9")
+
+
+@pytest.mark.parametrize("where", ["not-first", "1.*", "!0", "spatial"])
+def test_where_of_a_plain_twin(where):
+    """It has the same names, and nothing to do."""
+    assert dcnet.project_weights_(network(), where=where) == []
+    assert dcnet.orthogonal_penalty(network(), where).item() == 0.0
+
+
+def test_the_first_layer_is_the_first_of_the_network():
+    """Not of the decoupled ones; and only layers of their kinds count, as for `types` of decouple_."""
+    model = nn.Sequential(nn.Linear(4, 4), network())
+    dcnet.decouple_(model)
+    assert dcnet.project_weights_(model, where="not-first") == DECOUPLED[:3]
+    model = nn.Sequential(network(), nn.Linear(4, 4), nn.Linear(4, 4))
+    dcnet.decouple_(model, types=(nn.Linear,))
+    assert dcnet.project_weights_(model, where="not-first") == ["2"]
+
+
+def test_where_may_leave_out_weighted_layers_and_not_ask_for_them():
+    model = nn.Sequential(dcnet.DecoupledConv2d(3, 4, 3), dcnet.DecoupledConv2d(4, 4, 3, weighting="linear"))
+    with pytest.raises(ValueError, match=r"layer '1' has weighting='linear'. Leave it out with where='!1'"):
+        dcnet.project_weights_(model)
+    assert dcnet.project_weights_(model, where="!1") == ["0"]
+    assert torch.equal(dcnet.orthogonal_penalty(model, "!1"), dcnet.orthogonal_penalty(model))
+    with pytest.raises(ValueError, match=r"'1' is no preset and matches no layer.*layers: '0'"):
+        dcnet.orthogonal_penalty(model, "1")  # it would be 0 without a word
+
+
+def test_a_penalty_of_selected_layers_compiles():
+    model = decoupled_network()
+    compiled = torch.compile(lambda: dcnet.orthogonal_penalty(model, ["1", "!1.2"]), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), dcnet.orthogonal_penalty(model, "1.1"))

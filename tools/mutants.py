@@ -616,6 +616,13 @@ MUTANTS = [
         "test_optimization.py",
     ),
     Mutant(
+        "where: the first decoupled layer is taken for the first of the network",
+        "layers/selection.py",
+        "Selection(where, alike, layers or alike)",
+        "Selection(where, layers)",
+        "test_where.py",
+    ),
+    Mutant(
         "projection: weighted layers too",
         "layers/optimization.py",
         "if layer.weighting is not None:",

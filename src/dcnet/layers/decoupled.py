@@ -9,6 +9,7 @@ from torch.fx import Proxy
 from dcnet.formulas import Learnable
 from dcnet.layers.linear_form import Explaining, is_explained, linear_form
 from dcnet.layers.options import LayerOptions
+from dcnet.layers.selection import Selector, selected
 from dcnet.ops import (
     EPS,
     BatchMean,
@@ -289,7 +290,7 @@ def own_forward(layer: Decoupled) -> str:
     return "somebody has put another forward on it" if "forward" in vars(layer) else ""
 
 
-def decoupled_layers(model: nn.Module, where: Any = None) -> dict[str, Decoupled]:
-    """Return the decoupled layers of a model by name, each once, those that `where(name, layer)` admits."""
+def decoupled_layers(model: nn.Module, where: Selector = None) -> dict[str, Decoupled]:
+    """Return the decoupled layers of a model by name, each once, those that `where` selects."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Decoupled)}
-    return {name: layer for name, layer in layers.items() if where is None or where(name, layer)}
+    return selected(model, layers, where)

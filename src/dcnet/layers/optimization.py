@@ -1,25 +1,23 @@
 """Optimization of unweighted decoupled kernels: projection to a norm, and what must not decay."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.selection import Selector, selected
 from dcnet.layers.sharding import check_shape, reshard_
 
-Where = Callable[[str, nn.Module], bool]
 
-
-def unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, Decoupled]:
+def unweighted(model: nn.Module, where: Selector, what: str) -> dict[str, Decoupled]:
     """Return the decoupled layers, all unweighted; raise if one of them is not, since its output depends on ‖w‖."""
-    layers = {name: layer for name, layer in decoupled_layers(model, where).items() if layer.constrained}
+    layers = selected(model, constrained_layers(model), where)
     for name, layer in layers.items():
         if layer.weighting is not None:
             raise ValueError(
                 f"{what} does not go with weighted operators: layer {name or '(the model itself)'!r} has "
-                f"weighting={layer.weighting!r}. Leave it out with where=lambda name, layer: …",
+                f"weighting={layer.weighting!r}" + (f". Leave it out with where={f'!{name}'!r}" if name else ""),
             )
         if layer._parameters.get("weight") is None:
             raise ValueError(
@@ -31,13 +29,18 @@ def unweighted(model: nn.Module, where: Where | None, what: str) -> dict[str, De
     return layers
 
 
+def constrained_layers(model: nn.Module) -> dict[str, Decoupled]:
+    """Return the decoupled layers whose kernels may be changed: all but weight-normalized classifiers."""
+    return {name: layer for name, layer in decoupled_layers(model).items() if layer.constrained}
+
+
 def _sources(layer: Decoupled) -> list[str]:
     """Return the parameters a parametrized kernel is computed from (weight_norm and the like, old style and new)."""
     return [name for name, _ in layer.named_parameters() if name.startswith(("parametrizations.weight.", "weight_"))]
 
 
 @torch.no_grad()
-def project_weights_(model: nn.Module, scale: float = 1.0, where: Where | None = None) -> list[str]:
+def project_weights_(model: nn.Module, scale: float = 1.0, where: Selector = None) -> list[str]:
     """Project the kernels of unweighted decoupled layers to norm s: w ← s·w/‖w‖.
 
     The output does not depend on their norm, but the size of a step of the optimizer does. A zero kernel is left alone.
@@ -45,7 +48,9 @@ def project_weights_(model: nn.Module, scale: float = 1.0, where: Where | None =
     Args:
         model: any model with decoupled layers.
         scale: the norm s.
-        where: `where(name, layer)` says which layers to project; without it all that are unweighted.
+        where: which layers, in the words of `decouple_`: a function `where(name, layer)`, a pattern of names such as
+            "layer[1-4].*" or "!stem*", a preset such as "not-first", or a list of these; without it all that are
+            unweighted.
 
     Returns:
         The names of the layers that were projected.
@@ -89,7 +94,9 @@ class WeightProjection:
         optimizer: the optimizer whose steps are counted.
         scale: the norm to project to.
         every: the number of steps between projections; the paper takes 100.
-        where: `where(name, layer)` says which layers to project; without it all that are unweighted.
+        where: which layers, in the words of `decouple_`: a function `where(name, layer)`, a pattern of names such as
+            "layer[1-4].*" or "!stem*", a preset such as "not-first", or a list of these; without it all that are
+            unweighted.
 
     Examples:
         >>> import torch, dcnet
@@ -108,7 +115,7 @@ class WeightProjection:
         optimizer: torch.optim.Optimizer,
         scale: float = 1.0,
         every: int = 100,
-        where: Where | None = None,
+        where: Selector = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number ≥ 1, got {every!r}")

@@ -5,19 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.layers.decoupled import decoupled_layers
-from dcnet.layers.optimization import Where
+from dcnet.layers.optimization import constrained_layers
+from dcnet.layers.selection import Selector, selected
 from dcnet.layers.sharding import whole_kernels
 from dcnet.ops import compute_dtype
 from dcnet.util.compat import function_transform_active
 
 
-def orthonormal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
+def orthonormal_penalty(model: nn.Module, where: Selector = None) -> Tensor:
     """Return Σ ‖WᵀW − I‖²_F over the unweighted decoupled layers; the columns of W are the kernels of one group.
 
     Args:
         model: any model with decoupled layers.
-        where: `where(name, layer)` says which layers; without it all that are unweighted.
+        where: which layers, in the words of `decouple_`: a function `where(name, layer)`, a pattern of names such as
+            "layer[1-4].*" or "!stem*", a preset such as "not-first", or a list of these; without it all that are
+            unweighted.
 
     Returns:
         A scalar to add to the loss, times a small factor.
@@ -25,14 +27,16 @@ def orthonormal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
     return _penalty(model, where, keep_diagonal=True)
 
 
-def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
+def orthogonal_penalty(model: nn.Module, where: Selector = None) -> Tensor:
     """Return Σ ‖WᵀW − diag(WᵀW)‖²_F over the unweighted decoupled layers: the kernels' orthogonality.
 
     The columns of W are the kernels of one group. Unlike `orthonormal_penalty` it leaves their norms alone.
 
     Args:
         model: any model with decoupled layers.
-        where: `where(name, layer)` says which layers; without it all that are unweighted.
+        where: which layers, in the words of `decouple_`: a function `where(name, layer)`, a pattern of names such as
+            "layer[1-4].*" or "!stem*", a preset such as "not-first", or a list of these; without it all that are
+            unweighted.
 
     Returns:
         A scalar to add to the loss, times a small factor; the paper takes 1e-5.
@@ -47,12 +51,9 @@ def orthogonal_penalty(model: nn.Module, where: Where | None = None) -> Tensor:
     return _penalty(model, where, keep_diagonal=False)
 
 
-def _penalty(model: nn.Module, where: Where | None, keep_diagonal: bool) -> Tensor:
-    layers = {
-        name: layer
-        for name, layer in decoupled_layers(model, where).items()
-        if layer.weighting is None and layer.constrained
-    }
+def _penalty(model: nn.Module, where: Selector, keep_diagonal: bool) -> Tensor:
+    unweighted = {name: layer for name, layer in constrained_layers(model).items() if layer.weighting is None}
+    layers = selected(model, unweighted, where)
     if not layers:
         return torch.zeros((), device=next((p.device for p in model.parameters()), None))
     alike: dict[Any, list[Tensor]] = {}

@@ -8,8 +8,7 @@ from torch import nn
 from dcnet.layers.candidates import CONVERTIBLE
 from dcnet.layers.convert import decouple_
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.optimization import Where
-from dcnet.layers.selection import ALL
+from dcnet.layers.selection import ALL, Where
 
 
 def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:

@@ -1,15 +1,22 @@
-"""Where to convert: patterns of names, presets, functions, or a list of them."""
+"""What `where=` means: patterns of names, presets, functions, or a list of them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import TypeVar
 
+import torch
 from torch import nn
 
-from dcnet.layers.optimization import Where
 from dcnet.util.suggest import nearest
 
-Selector = str | Where | Iterable["str | Where"] | None
+Where = Callable[[str, nn.Module], bool]
+Selector = str | Where | Sequence[str | Where] | AbstractSet[str | Where] | None
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+_PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 ALL = "all"
 
@@ -36,14 +43,19 @@ PRESETS = tuple(_PRESETS)
 class Selection:
     """What `where=` says about the layers of a model, checked.
 
-    layers: the candidates by name. A pattern matches the name of a layer, or of a module around it, as file names are
-    matched: `*` is any text, dots included. Several patterns select the layers that any of them matches; a pattern
-    after "!", a preset and a function each take layers away. "all" takes nothing away, and lets gates be converted too.
+    layers: the candidates by name, the first of which "not-first" leaves alone. A pattern matches the name of a layer,
+    or of a module around it, as file names are matched: `*` is any text, dots included. Several patterns select the
+    layers that any of them matches; a pattern after "!", a preset and a function each take layers away. "all" takes
+    nothing away, and lets gates be converted too.
+    selectable: those of the candidates that can be selected at all, where these are fewer. A pattern must match one of
+    them, and one after "!" any candidate.
     """
 
-    def __init__(self, where: Selector, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, where: Selector, layers: Mapping[str, nn.Module], selectable: Mapping[str, nn.Module] | None = None
+    ) -> None:
         self.items = [where] if isinstance(where, str) or callable(where) else self._listed(where)
-        self.layers = layers
+        self.layers, self.selectable = layers, layers if selectable is None else selectable
         self.patterns = [item for item in self.items if isinstance(item, str) and item not in _PRESETS]
         for pattern in self.patterns:
             self._check(pattern)
@@ -62,11 +74,11 @@ class Selection:
         return items
 
     def _check(self, pattern: str) -> None:
-        """Raise for a pattern that matches no layer: it would convert everything, or nothing, without a word."""
-        if any(_matches(pattern.removeprefix("!"), name) for name in self.layers):
+        """Raise for a pattern that matches no layer: it would select everything, or nothing, without a word."""
+        names = list(self.layers if pattern.startswith("!") else self.selectable)
+        if any(_matches(pattern.removeprefix("!"), name) for name in names):
             return
-        guess = nearest(pattern.removeprefix("!"), [*PRESETS, *self.layers])
-        names = list(self.layers)
+        guess = nearest(pattern.removeprefix("!"), [*PRESETS, *names])
         shown = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
         raise ValueError(
             f"where: {pattern!r} is no preset and matches no layer.{guess} Presets: {', '.join(PRESETS)}; "
@@ -95,6 +107,22 @@ class Selection:
         return ""
 
 
+def selected(model: nn.Module, layers: Mapping[str, Layer], where: Selector) -> dict[str, Layer]:
+    """Return those decoupled layers of a model that `where=` selects; raise for a pattern that matches none of them.
+
+    What a selector says is the same as for `decouple_`: "not-first" leaves the first layer of the network alone, also
+    where that one was not converted, and "!stem*" is no error there. The plain twin of a network has nothing to select,
+    but the names of the layers that would be.
+    """
+    if where is None:
+        return dict(layers)
+    kinds = tuple(kind for kind in _PLAIN if any(isinstance(layer, kind) for layer in layers.values())) or _PLAIN
+    alike = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    selection = Selection(where, alike, layers or alike)
+    return {name: layer for name, layer in layers.items() if not selection.reason_to_leave(name, layer)}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # fnmatch cannot be traced
 def _matches(pattern: str, name: str) -> bool:
     """Tell whether a pattern matches the name of a layer, or of a module around it."""
     around = accumulate(name.split("."), lambda a, b: f"{a}.{b}")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.optimization import Where, unweighted
+from dcnet.layers.optimization import unweighted
+from dcnet.layers.selection import Selector
 from dcnet.layers.sharding import is_sharded, modules_of_fsdp, reshard_
 from dcnet.ops import compute_dtype, root
 
@@ -33,14 +34,16 @@ class WeightedGradients:
         self.remove()
 
 
-def weight_gradients_(model: nn.Module, where: Where | None = None) -> WeightedGradients:
+def weight_gradients_(model: nn.Module, where: Selector = None) -> WeightedGradients:
     """Multiply the gradient of every unweighted decoupled kernel by its ‖w‖, from now on.
 
     The paper's "weighted gradients": an alternative to projection that keeps large kernels from learning slowly.
 
     Args:
         model: any model with decoupled layers.
-        where: `where(name, layer)` says which layers; without it all that are unweighted.
+        where: which layers, in the words of `decouple_`: a function `where(name, layer)`, a pattern of names such as
+            "layer[1-4].*" or "!stem*", a preset such as "not-first", or a list of these; without it all that are
+            unweighted.
 
     Returns:
         A handle, also a context manager; its `remove()` restores the ordinary gradients.
