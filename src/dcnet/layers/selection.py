@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TypeVar
 
-import torch
 from torch import nn
 
+from dcnet.util.compat import constant_in_graphs
 from dcnet.util.suggest import nearest
 
 Where = Callable[[str, nn.Module], bool]
@@ -122,7 +122,7 @@ def selected(model: nn.Module, layers: Mapping[str, Layer], where: Selector) -> 
     return {name: layer for name, layer in layers.items() if not selection.reason_to_leave(name, layer)}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # fnmatch cannot be traced
+@constant_in_graphs  # fnmatch cannot be traced
 def _matches(pattern: str, name: str) -> bool:
     """Tell whether a pattern matches the name of a layer, or of a module around it."""
     around = accumulate(name.split("."), lambda a, b: f"{a}.{b}")

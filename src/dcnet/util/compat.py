@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -259,6 +259,18 @@ def kernel_launch_address() -> int:
 
 # Where a node of Inductor's graphs keeps what its arguments were in eager mode, to choose memory orders by (2.11)
 EAGER_INPUTS = "eager_input_vals"
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Let torch.compile take the results of a function as they are, as `torch.compiler.assume_constant_result` does.
+
+    That one imports the whole compiler.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def rewrite_in_inductor(operator: Any, rewrite: Callable[[Any], None]) -> None:
