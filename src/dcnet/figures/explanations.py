@@ -1,12 +1,16 @@
 """What explains a class: the image, what its pixels add to the logit, and other methods beside it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcnet.figures.style import SIGNED, hide, new_figure, short
 from dcnet.inspection.examples import decoded
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Explained = Mapping[str, Any]  # what `explained_examples` gives
 
@@ -24,7 +28,7 @@ def explanation_captions(example: Mapping[str, Any], classes: Sequence[str]) -> 
     }
 
 
-def draw_explanation(axes: Sequence[Any], example: Mapping[str, Any], classes: Sequence[str]) -> None:
+def draw_explanation(axes: Sequence["Axes"], example: Mapping[str, Any], classes: Sequence[str]) -> None:
     """Draw one image and its maps, one on each of the axes.
 
     Light pixels speak for the class, dark pixels against it; each map has its own range.
@@ -42,7 +46,7 @@ def draw_explanation(axes: Sequence[Any], example: Mapping[str, Any], classes: S
         axis.set(xticks=[], yticks=[])
 
 
-def explanations_figure(runs: Mapping[str, Explained]) -> Any:
+def explanations_figure(runs: Mapping[str, Explained]) -> "Figure":
     """Return a figure with a column for each image; each run has a row of images and a row for each kind of map."""
     names = ["image", *next(iter(runs.values()))["examples"][0]["maps"]]
     count = max(len(explained["examples"]) for explained in runs.values())

@@ -1,14 +1,18 @@
 """Two-dimensional features of the test images, by class: the paper's pictures of MNIST."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcnet.figures.style import BLACK, CLASSES, MARKERS, grid_of, hide, label, new_figure
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> None:
+
+def draw_features(axis: "Axes", inspected: Mapping[str, Any], title: str = "") -> None:
     """Draw the features of a network that has two (`cnn6_2d`), and each class's name at its center."""
     if "features" not in inspected:
         raise ValueError(f"{title or 'this network'} has no two-dimensional features; train one with model=cnn6_2d")
@@ -20,13 +24,14 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
             continue
         color = CLASSES[number % len(CLASSES)]
         marker = MARKERS[number // len(CLASSES) % len(MARKERS)]  # where there are more classes than colors
-        axis.scatter(*mine.T, s=4.0, color=color, marker=marker, alpha=0.6, linewidths=0)
+        across, up = mine.T
+        axis.scatter(across, up, s=4.0, color=color, marker=marker, alpha=0.6, linewidths=0)
         # the name beside the center, away from the origin, where it hides no points
         center = mine.mean(axis=0)
         outwards = 12.0 * center / max(float(np.linalg.norm(center)), 1e-12)
         axis.plot(*center, marker="+", color="0.35", markersize=7)
         box = {"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": color, "linewidth": 1.5}
-        style = {
+        style: dict[str, Any] = {
             "ha": "center",
             "va": "center",
             "fontsize": 8,
@@ -42,7 +47,7 @@ def draw_features(axis: Any, inspected: Mapping[str, Any], title: str = "") -> N
     axis.set(title=title, xlabel="feature 1", ylabel="feature 2", aspect="equal", adjustable="datalim")
 
 
-def features_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
+def features_figure(runs: Mapping[str, Mapping[str, Any]]) -> "Figure":
     """Return the features of several runs side by side."""
     rows, columns = grid_of(len(runs))
     figure, axes = new_figure(rows, columns, 3.4, 3.4)

@@ -1,7 +1,7 @@
 """The curves of every magnitude and angular function in the catalogue, a user's own included."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,10 +9,14 @@ from torch import Tensor
 from dcnet.figures.style import line_styles, new_figure, theta_ticks
 from dcnet.formulas import Formula, angulars, choose, magnitudes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _SAME = 0.25  # of the axis: curves that coincide there are drawn as a band with a line on it
 
 
-def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: float) -> None:
+def _draw(axis: "Axes", formulas: list[Formula], x: Tensor, argument: Tensor, rho: float) -> None:
     values = [choose(formula.kind, formula)(argument, torch.full_like(argument, rho))[0] for formula in formulas]
     curves = [torch.as_tensor(value, dtype=argument.dtype).expand_as(argument) for value in values]
     shares = [[float((one - other).abs().lt(1e-6).double().mean()) for other in curves] for one in curves]
@@ -27,7 +31,7 @@ def _draw(axis: Any, formulas: list[Formula], x: Tensor, argument: Tensor, rho: 
         axis.plot(x.numpy(), y.numpy(), **look, label=formula.name if twin is None else f"{formula.name} = {twin}")
 
 
-def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
+def draw_magnitudes(axis: "Axes", rho: float = 1.0) -> None:
     """Draw h over ‖x‖ for every magnitude, with its default parameters and radius `rho`."""
     if not 0.0 < rho < math.inf:
         raise ValueError(f"rho={rho}; a radius is a positive number")
@@ -44,7 +48,7 @@ def draw_magnitudes(axis: Any, rho: float = 1.0) -> None:
     axis.grid(alpha=0.25)
 
 
-def draw_angulars(axis: Any) -> None:
+def draw_angulars(axis: "Axes") -> None:
     """Draw g over θ for every angular function, with its default parameters."""
     theta = torch.linspace(0.0, torch.pi, 301, dtype=torch.float64)
     _draw(axis, list(angulars().values()), theta, theta.cos(), 1.0)
@@ -54,7 +58,7 @@ def draw_angulars(axis: Any) -> None:
     axis.grid(alpha=0.25)
 
 
-def functions_figure() -> Any:
+def functions_figure() -> "Figure":
     """Return a figure with both catalogues side by side."""
     figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0)
     draw_magnitudes(left)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcnet.figures.explanations import explanations_figure
 from dcnet.figures.features import features_figure
@@ -19,6 +19,9 @@ from dcnet.training import Run
 from dcnet.util.suggest import nearest
 from dcnet.util.text import printable
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -30,7 +33,7 @@ class Kind:
 
     shows: str
     needs: str
-    make: Callable[..., Any]
+    make: "Callable[..., Figure]"
 
 
 FIGURES = {
@@ -54,7 +57,7 @@ FIGURES = {
 }
 
 
-def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Path = "data") -> Any:
+def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Path = "data") -> "Figure":
     """Return the figure of that name, of those run folders; raise with what is missing where it cannot be made."""
     if name not in FIGURES:
         raise ValueError(f"unknown figure {name!r}.{nearest(name, FIGURES)} Known: {', '.join(FIGURES)}")

@@ -1,15 +1,19 @@
 """What each operator does to vectors in the plane: the paper's geometric figure."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from dcnet.figures.style import COLORS, grid_of, hide, new_figure
 from dcnet.formulas import choose, magnitudes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def draw_geometry(axis: Any, magnitude: str, rho: float = 1.0) -> None:
+
+def draw_geometry(axis: "Axes", magnitude: str, rho: float = 1.0) -> None:
     """Draw input vectors x and what the operator makes of them: the same direction, the length h(‖x‖)."""
     choice = choose("magnitude", magnitude)
     angles = torch.arange(12, dtype=torch.float64) * (2.0 * math.pi / 12)
@@ -41,7 +45,7 @@ def draw_geometry(axis: Any, magnitude: str, rho: float = 1.0) -> None:
     axis.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", title=str(magnitude), xlabel="x₁", ylabel="x₂")
 
 
-def geometry_figure(rho: float = 1.0) -> Any:
+def geometry_figure(rho: float = 1.0) -> "Figure":
     """Draw all magnitudes of the catalogue, each on its own axis."""
     names = list(magnitudes())
     rows, columns = grid_of(len(names) + 1)

@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcnet.figures.style import BLACK, SEQUENTIAL, SIGNED, label, new_figure, theta_ticks
 from dcnet.inspection.layers import FARTHEST
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Inspected = Mapping[str, Any]  # what `inspect_run` gives
 
@@ -49,7 +53,7 @@ def filters_title(inspected: Inspected) -> str:
     return f"{len(inspected['filters']['values'])} kernels of {_short(inspected['filters']['name'])}"
 
 
-def draw_filters(axis: Any, inspected: Inspected) -> None:
+def draw_filters(axis: "Axes", inspected: Inspected) -> None:
     """Draw the first layer's kernels as a grid.
 
     In color where they see three channels, else dark below zero and light above.
@@ -73,7 +77,7 @@ def cosines_title(cosines: np.ndarray) -> str:
     return f"Cosines between kernels, mean |cos| off the diagonal {off.mean():.2f}" if len(off) else "One kernel"
 
 
-def draw_correlation(axis: Any, inspected: Inspected) -> None:
+def draw_correlation(axis: "Axes", inspected: Inspected) -> None:
     """Draw the cosines between the first layer's kernels: gray off the diagonal where they are orthogonal."""
     cosines = kernel_cosines(inspected)
     image = axis.imshow(cosines, cmap=SIGNED, vmin=-1.0, vmax=1.0, interpolation="nearest")
@@ -84,7 +88,7 @@ def draw_correlation(axis: Any, inspected: Inspected) -> None:
     axis.set(xlabel="kernel", ylabel="kernel")
 
 
-def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
+def draw_angles(axis: "Axes", inspected: Inspected, bar: bool = True) -> None:
     """Draw how often each layer sees which θ between patches and kernels, a row for each layer, the first on top."""
     _draw_histograms(axis, inspected, "theta", math.pi, bar)
     axis.axvline(math.pi / 2, color="white", linestyle="--", linewidth=1.0)
@@ -92,7 +96,7 @@ def draw_angles(axis: Any, inspected: Inspected, bar: bool = True) -> None:
     theta_ticks(axis)
 
 
-def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
+def draw_norms(axis: "Axes", inspected: Inspected, bar: bool = True) -> None:
     """Draw how often each layer sees which ‖x‖, in units of its mean.
 
     Bars span the radii of its kernels, least to greatest, with the median.
@@ -122,7 +126,7 @@ def draw_norms(axis: Any, inspected: Inspected, bar: bool = True) -> None:
     axis.set(xlabel=f"‖x‖ / E{{‖x‖}}{bars}", title="Norms of patches", xlim=(0.0, FARTHEST))
 
 
-def _draw_histograms(axis: Any, inspected: Inspected, what: str, high: float, bar: bool) -> None:
+def _draw_histograms(axis: "Axes", inspected: Inspected, what: str, high: float, bar: bool) -> None:
     layers = inspected["layers"]
     counts = np.asarray([layer[what] for layer in layers], dtype=float)
     relative = counts / np.maximum(counts.max(axis=1, keepdims=True), 1.0)  # layers differ too much for one scale
@@ -139,7 +143,7 @@ def _short(name: str) -> str:
     return name.removesuffix(".conv")
 
 
-def filters_figure(runs: Mapping[str, Inspected]) -> Any:
+def filters_figure(runs: Mapping[str, Inspected]) -> "Figure":
     """Draw kernels and their cosines, a row for each run."""
     figure, axes = new_figure(len(runs), 2, 4.6, 3.4)
     for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):
@@ -149,7 +153,7 @@ def filters_figure(runs: Mapping[str, Inspected]) -> Any:
     return figure
 
 
-def angles_figure(runs: Mapping[str, Inspected]) -> Any:
+def angles_figure(runs: Mapping[str, Inspected]) -> "Figure":
     """Draw angles and norms by layer, a row for each run."""
     figure, axes = new_figure(len(runs), 2, 5.2, 3.4)
     for (left, right), (name, inspected) in zip(axes, runs.items(), strict=True):

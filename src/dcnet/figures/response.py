@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dcnet.figures.style import DIVERGING, new_figure, theta_ticks
 from dcnet.ops import decoupled_linear
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # beside the convolution's own product, a bounded operator, a soft one, an unbounded one, and one with another angle
 OPERATORS = (
@@ -25,7 +29,7 @@ def _outputs(x: Tensor, w: Tensor, magnitude: str, angular: str) -> Tensor:
     return decoupled_linear(x, w[None], magnitude=magnitude, angular=angular, eps=0.0).squeeze(-1)
 
 
-def _image(axis: Any, values: Tensor, extent: tuple[float, float, float, float], across: Tensor, up: Tensor) -> None:
+def _image(axis: "Axes", values: Tensor, extent: tuple[float, float, float, float], across: Tensor, up: Tensor) -> None:
     most = float(values.abs().max()) or 1.0
     image = axis.imshow(
         values.numpy(),
@@ -58,7 +62,7 @@ def _tick(value: float, _: int | None = None) -> str:
     return f"{value:.2g}".replace("-", "−")
 
 
-def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: float = 3.0) -> None:
+def draw_response(axis: "Axes", magnitude: str, angular: str = "cosine", farthest: float = 3.0) -> None:
     """Draw the output over ‖x‖ and θ, with radius 1."""
     n = torch.linspace(0.0, farthest, 151, dtype=torch.float64)
     theta = torch.linspace(0.0, math.pi, 151, dtype=torch.float64)
@@ -70,7 +74,11 @@ def draw_response(axis: Any, magnitude: str, angular: str = "cosine", farthest: 
 
 
 def draw_plane(
-    axis: Any, magnitude: str, angular: str = "cosine", kernel: tuple[float, float] = (0.8, 0.6), farthest: float = 3.0
+    axis: "Axes",
+    magnitude: str,
+    angular: str = "cosine",
+    kernel: tuple[float, float] = (0.8, 0.6),
+    farthest: float = 3.0,
 ) -> None:
     """Draw the output over a plane of inputs, for a kernel in that plane, with radius 1."""
     along = torch.linspace(-farthest, farthest, 201, dtype=torch.float64)
@@ -90,7 +98,7 @@ def draw_plane(
     axis.set(xlabel="x₁", ylabel="x₂", title=f"{magnitude} + {angular}", aspect="equal")
 
 
-def response_figure(operators: Sequence[tuple[str, str]] = OPERATORS) -> Any:
+def response_figure(operators: Sequence[tuple[str, str]] = OPERATORS) -> "Figure":
     """Draw both pictures for some operators, one below the other."""
     figure, axes = new_figure(2, len(operators), 3.3, 2.9)
     for column, (magnitude, angular) in enumerate(operators):

@@ -1,7 +1,7 @@
 """Attacks: perturbation sizes, accuracy against ε, and images before and after."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -9,6 +9,10 @@ from dcnet.figures.style import SIGNED, add_legend, hide, labels, line_styles, n
 from dcnet.inspection.examples import decoded
 from dcnet.robustness import parse_attack
 from dcnet.robustness.records import check_ups_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Attacks = list[dict[str, Any]]  # what `attacks.json` of a run folder holds
 
@@ -33,7 +37,7 @@ def deepfool_entry(attacks: Attacks, norm: str) -> dict[str, Any] | None:
     return found[-1] if found else None
 
 
-def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> None:
+def draw_deepfool(axis: "Axes", runs: Mapping[str, Attacks], norm: str = "l2") -> None:
     """Draw the size of the perturbation that DeepFool needs, over the images sorted by it.
 
     The higher, the more robust.
@@ -60,7 +64,7 @@ def draw_deepfool(axis: Any, runs: Mapping[str, Attacks], norm: str = "l2") -> N
     add_legend(axis)
 
 
-def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
+def deepfool_figure(runs: Mapping[str, Attacks]) -> "Figure":
     """Draw DeepFool's perturbations in both norms side by side, where there are records."""
     norms = [
         norm for norm in ("l2", "linf") if any(deepfool_sizes(attacks, norm) is not None for attacks in runs.values())
@@ -71,7 +75,7 @@ def deepfool_figure(runs: Mapping[str, Attacks]) -> Any:
     return figure
 
 
-def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
+def draw_eps(axis: "Axes", runs: Mapping[str, Attacks]) -> None:
     """Draw the accuracy under PGD as ε grows, from a check-up of each run at one ε.
 
     It must reach 0, where the line ends.
@@ -85,7 +89,7 @@ def draw_eps(axis: Any, runs: Mapping[str, Attacks]) -> None:
     axis.set(xlabel="ε · 255 (a line ends where nothing is left)", xlim=(0.0, 270.0), title=f"As ε grows: {images}")
 
 
-def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
+def draw_steps(axis: "Axes", runs: Mapping[str, Attacks]) -> None:
     """Draw the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off."""
     eps, images = _draw_check_ups(
         axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]]
@@ -98,7 +102,7 @@ def draw_steps(axis: Any, runs: Mapping[str, Attacks]) -> None:
 
 
 def _draw_check_ups(
-    axis: Any, runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]
+    axis: "Axes", runs: Mapping[str, Attacks], points_of: Callable[[Any], list[tuple[float, float]]]
 ) -> tuple[float | None, str]:
     """Draw a line for each run; return the ε of the check-ups, times 255, and in words on how many images they rest."""
     eps, found = check_ups_of(runs)
@@ -116,7 +120,7 @@ def _draw_check_ups(
     return eps, f"{counts[0]} images" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} images"
 
 
-def curves_figure(runs: Mapping[str, Attacks]) -> Any:
+def curves_figure(runs: Mapping[str, Attacks]) -> "Figure":
     """Draw accuracy against ε, and against steps, of several runs."""
     figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0 + room_below(len(runs)))
     draw_eps(left, runs)
@@ -151,7 +155,7 @@ def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict
     }
 
 
-def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Sequence[str]) -> None:
+def draw_example(axes: Sequence["Axes"], example: Mapping[str, Any], classes: Sequence[str]) -> None:
     """Draw one image on three axes: as it is, the change, and both together; with the predictions."""
     pictures, captions = example_pictures(example), example_captions(example, classes)
     for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
@@ -163,7 +167,7 @@ def draw_example(axes: Sequence[Any], example: Mapping[str, Any], classes: Seque
         axis.set(xticks=[], yticks=[])
 
 
-def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
+def adversarial_figure(runs: Mapping[str, Mapping[str, Any]]) -> "Figure":
     """Draw images, perturbations and predictions, a row of examples for each run."""
     count = max((len(inspected["examples"]) for inspected in runs.values()), default=0)
     if count == 0:

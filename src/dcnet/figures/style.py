@@ -3,7 +3,11 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colors: distinct for the color-blind; the line styles and markers keep them apart in gray print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
@@ -33,7 +37,7 @@ def dots() -> Iterator[str]:
         yield MARKERS[(number + number // 7) % len(MARKERS)]
 
 
-def add_legend(axis: Any) -> None:
+def add_legend(axis: "Axes") -> None:
     """Add a legend: among the curves if they are few, else in two columns below the axis."""
     if room_below(len(axis.get_legend_handles_labels()[1])) == 0.0:
         axis.legend(frameon=False, fontsize=8)
@@ -83,7 +87,7 @@ def short(name: str) -> str:
     return "\n".join(shown[i : i + 16] for i in range(0, len(shown), 16))
 
 
-def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
+def new_figure(rows: int, columns: int, width: float, height: float) -> tuple["Figure", list[list["Axes"]]]:
     """Return a figure, and its axes row by row, each of about that many inches."""
     from matplotlib.figure import Figure  # takes a second to import
 
@@ -98,13 +102,13 @@ def grid_of(count: int, most: int = 4) -> tuple[int, int]:
     return max(1, math.ceil(count / columns)), columns
 
 
-def hide(axes: Sequence[Any]) -> None:
+def hide(axes: Sequence["Axes"]) -> None:
     """Take away panels that nothing is drawn on."""
     for axis in axes:
         axis.set_axis_off()
 
 
-def theta_ticks(axis: Any, which: str = "x") -> None:
+def theta_ticks(axis: "Axes", which: str = "x") -> None:
     """Mark an axis with angles from 0 to π."""
     ticks = [0.0, math.pi / 4, math.pi / 2, 3 * math.pi / 4, math.pi]
     (axis.set_xticks if which == "x" else axis.set_yticks)(ticks, ["0", "π/4", "π/2", "3π/4", "π"])

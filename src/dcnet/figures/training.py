@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcnet.figures.style import (
     SEQUENTIAL,
@@ -18,13 +18,17 @@ from dcnet.figures.style import (
     room_below,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 Metrics = list[dict[str, Any]]
 _POINTS = 40  # epochs that are drawn of learned parameters
 _BANDS = 4  # layers that have bands: more would lie on top of each other
 _NAMES = 12  # layers that the legend names: of more, every second or third, as their colors follow their order
 
 
-def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
+def draw_convergence(axis: "Axes", runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
     """Draw "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
     if what not in ("accuracy", "loss"):
         raise ValueError(f"unknown curve {what!r}; possible: accuracy, loss")
@@ -34,7 +38,7 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
         for split, width, alpha in (("train", 1.0, 0.55), ("test", 2.2, 1.0)):
             points = [(entry["epoch"], entry[f"{split}_{what}"]) for entry in metrics if f"{split}_{what}" in entry]
             if points:
-                marker = {"marker": dot, "markersize": 5} if len(points) == 1 else {}
+                marker: dict[str, Any] = {"marker": dot, "markersize": 5} if len(points) == 1 else {}
                 shown = shown_as[name] if split == "test" or not tested else None
                 axis.plot(*zip(*points, strict=True), **style, linewidth=width, alpha=alpha, label=shown, **marker)
     axis.set(
@@ -46,7 +50,7 @@ def draw_convergence(axis: Any, runs: Mapping[str, Metrics], what: str = "accura
     add_legend(axis)
 
 
-def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
+def convergence_figure(runs: Mapping[str, Metrics]) -> "Figure":
     """Draw accuracy and loss of several runs side by side."""
     figure, ((left, right),) = new_figure(1, 2, 5.0, 4.0 + room_below(len(runs)))
     draw_convergence(left, runs, "accuracy")
@@ -55,7 +59,7 @@ def convergence_figure(runs: Mapping[str, Metrics]) -> Any:
 
 
 def draw_learned(
-    axis: Any, metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True
+    axis: "Axes", metrics: Metrics, parameter: str = "radius", title: str | None = None, legend: bool = True
 ) -> None:
     """Draw the learned parameter of every layer by epoch: the median over its kernels.
 
@@ -83,7 +87,7 @@ def draw_learned(
         )
         if bands:
             axis.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
-        marker = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
+        marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(epochs) == 1 else {}
         axis.plot(
             epochs,
             middle,
@@ -107,7 +111,7 @@ def learned_parameters(metrics: Metrics) -> list[str]:
     return list(dict.fromkeys(parameter for entry in metrics for parameter in entry.get("learned", {})))
 
 
-def learned_figure(runs: Mapping[str, Metrics]) -> Any:
+def learned_figure(runs: Mapping[str, Metrics]) -> "Figure":
     """Return the learned radii (and parameters such as k) of several runs, a panel each."""
     panels = [(name, metrics, parameter) for name, metrics in runs.items() for parameter in learned_parameters(metrics)]
     without = [name for name, metrics in runs.items() if not learned_parameters(metrics)]
