@@ -46,6 +46,8 @@ ALLOWED = {
         "robustness",
         "explaining",
         "version",
+        # when they are asked for, and for type checkers
+        *("bench", "explorer", "figures", "inspection", "report", "tables"),
     },  # dcnet/__init__.py
 }
 

@@ -3,6 +3,8 @@
 import inspect
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from torch import nn
@@ -30,6 +32,17 @@ assert "figures" in dir(dcnet)
 assert callable(dcnet.figures.draw_angles)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hub_model_is_listed_where_it_can_be_made(monkeypatch):
+    """What goes through all names, such as help(dcnet), must not meet an ImportError."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "HubModel" not in dir(dcnet)
+    assert "figures" in dict(inspect.getmembers(dcnet))
+    installed = ModuleType("huggingface_hub")
+    installed.__spec__ = ModuleSpec("huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", installed)
+    assert "HubModel" in dir(dcnet)
 
 
 @pytest.mark.parametrize("kind", [dcnet.DecoupledConv1d, dcnet.DecoupledConv2d, dcnet.DecoupledConv3d])

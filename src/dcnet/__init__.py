@@ -5,7 +5,8 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 """
 
 import importlib
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from dcnet import formulas, robustness
 from dcnet.deploy import ExportReport, export, load_weights_
@@ -19,6 +20,7 @@ from dcnet.layers import (
     DecoupledConv3d,
     DecoupledLinear,
     DecoupleReport,
+    FuseReport,
     LazyDecoupledConv1d,
     LazyDecoupledConv2d,
     LazyDecoupledConv3d,
@@ -45,26 +47,42 @@ from dcnet.ops import decoupled_conv1d, decoupled_conv2d, decoupled_conv3d, deco
 from dcnet.training import Callback, Recipe, Run, finetune_recipe, load, make_recipe, read_recipe, train, trained_models
 from dcnet.version import __version__
 
+if TYPE_CHECKING:  # what `__getattr__` finds, so that type checkers know these names, and no others
+    from dcnet import bench as bench
+    from dcnet import explorer as explorer
+    from dcnet import figures as figures
+    from dcnet import inspection as inspection
+    from dcnet import report as report
+    from dcnet import tables as tables
+    from dcnet.formulas import at_least as at_least
+    from dcnet.formulas import m as m
+    from dcnet.formulas import positive as positive
+
+    HubModel: type[Any]
+
 # Imported when they are asked for: they need matplotlib, or are for one command.
 _LAZY = ("bench", "explorer", "figures", "inspection", "report", "tables")
 # What formulas are written with is in `dcnet.formulas`; these names were here first.
 _MOVED = ("at_least", "m", "positive")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"dcnet.{name}")
-    if name in _MOVED:
-        return getattr(formulas, name)
-    if name == "HubModel":  # needs huggingface_hub
-        from dcnet.training.huggingface import hub_model
+if not TYPE_CHECKING:  # to a type checker it would say that every name exists
 
-        return hub_model()
-    raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
+    def __getattr__(name):
+        if name in _LAZY:
+            return importlib.import_module(f"dcnet.{name}")
+        if name in _MOVED:
+            return getattr(formulas, name)
+        if name == "HubModel":  # needs huggingface_hub
+            from dcnet.training.huggingface import hub_model
+
+            return hub_model()
+        raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    # what asks for every name in it, such as help(), must not meet an ImportError
+    return sorted({*globals(), *_LAZY, *(["HubModel"] if find_spec("huggingface_hub") else [])})
 
 
 __all__ = [
@@ -78,6 +96,7 @@ __all__ = [
     "DecoupledLinear",
     "Explanation",
     "ExportReport",
+    "FuseReport",
     "LazyDecoupledConv1d",
     "LazyDecoupledConv2d",
     "LazyDecoupledConv3d",

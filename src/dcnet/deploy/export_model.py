@@ -39,6 +39,7 @@ from dcnet.deploy.programs import (
 )
 from dcnet.deploy.weights import save_model_weights
 from dcnet.layers.running import evaluating
+from dcnet.layers.types import Positional
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.files import write_atomically
 from dcnet.util.suggest import nearest
@@ -102,7 +103,7 @@ def export(
     model: nn.Module,
     path: str | Path,
     to: str | None = None,
-    example_input: Any = None,
+    example_input: Positional | None = None,
     *,
     half: bool = False,
     dynamic: bool = True,
@@ -173,7 +174,7 @@ def _check(model: nn.Module, path: Path, opset: int) -> None:
         )
 
 
-def _arguments(example_input: Any, to: str) -> Arguments:
+def _arguments(example_input: Positional | None, to: str) -> Arguments:
     if example_input is None:
         raise ValueError(
             f"to={to!r} needs example_input: real inputs for the model, to trace it and to check the file with"

@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from typing import Any
 
 from torch import nn
 
@@ -12,11 +11,12 @@ from dcnet.layers.decoupled import own_forward
 from dcnet.layers.fold import rest_of
 from dcnet.layers.inference import Inference
 from dcnet.layers.running import run_once
+from dcnet.layers.types import ExampleInput
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
 
 
-def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
+def prepare(model: nn.Module, example_input: ExampleInput | None = None) -> nn.Module:
     """Return a copy of the model in evaluation mode that computes the same with fewer operations.
 
     Decoupled layers that compute a plain convolution become plain (`couple_`), the others become `Inference` modules.
@@ -53,7 +53,7 @@ def prepare(model: nn.Module, example_input: Any = None) -> nn.Module:
     return ready
 
 
-def _fold_norms(model: nn.Module, example_input: Any) -> None:
+def _fold_norms(model: nn.Module, example_input: ExampleInput) -> None:
     """Fold the BatchNorms of which the input is the output of an `Inference` module that goes nowhere else."""
     folded = {norm: layer for layer, norm in _followed_by_norm(model, example_input).items()}
     for norm, layer in folded.items():
@@ -64,7 +64,7 @@ def _fold_norms(model: nn.Module, example_input: Any) -> None:
                 module._modules[place] = rest_of(child)
 
 
-def _followed_by_norm(model: nn.Module, example_input: Any) -> dict[Inference, nn.Module]:
+def _followed_by_norm(model: nn.Module, example_input: ExampleInput) -> dict[Inference, nn.Module]:
     """Return the layers whose output goes into one BatchNorm and nowhere else, seen in one call of the model."""
     watched = [module for module in model.modules() if isinstance(module, Inference) or _is_foldable(module)]
     flow, returned = run_once(model, example_input, watched)

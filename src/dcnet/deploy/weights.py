@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dcnet.formulas.sources import FILE, check_source, execute_source, formula_names, source_of
 from dcnet.layers import conversion_of, restore_conversion_
 from dcnet.layers.candidates import refuse_wrapped
+from dcnet.layers.types import Model
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.text import few
 from dcnet.version import __version__
@@ -37,7 +38,7 @@ def _formulas(conversion: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, st
     return formula_names((str(how["magnitude"]), str(how["angular"])) for how in conversion.values())
 
 
-def load_weights_(model: nn.Module, path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
+def load_weights_(model: Model, path: str | Path, *, trust_formulas: bool = False) -> Model:
     """Convert a plain model as the one in the file was, load its weights, and return it.
 
     A file executes nothing unless `trust_formulas` says so. If it does not fit nothing is changed.

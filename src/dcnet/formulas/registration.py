@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def magnitude(function: F, *, bounded: bool = False, replace: bool = False) -> F: ...
 @overload
 def magnitude(function: None = None, *, bounded: bool = False, replace: bool = False) -> Callable[[F], F]: ...
-def magnitude(function: Any = None, *, bounded: bool = False, replace: bool = False) -> Any:
+def magnitude(function: Callable[..., Any] | None = None, *, bounded: bool = False, replace: bool = False) -> Any:
     """Register a magnitude function h; use it as a decorator, `@magnitude` or `@magnitude(bounded=True)`.
 
     The function takes n = ‖x‖, then `rho` if it has a radius, then parameters with numbers as defaults, annotated
@@ -46,7 +46,7 @@ def magnitude(function: Any = None, *, bounded: bool = False, replace: bool = Fa
 def angular(function: F, *, replace: bool = False) -> F: ...
 @overload
 def angular(function: None = None, *, replace: bool = False) -> Callable[[F], F]: ...
-def angular(function: Any = None, *, replace: bool = False) -> Any:
+def angular(function: Callable[..., Any] | None = None, *, replace: bool = False) -> Any:
     """Register an angular function g; use it as a decorator, `@angular`.
 
     The function takes c = cos θ, then parameters as in `magnitude`. It returns its value, its slope in c, and a slope

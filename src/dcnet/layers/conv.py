@@ -1,7 +1,7 @@
 """Decoupled convolutions: `nn.Conv1d/2d/3d` with the inner product replaced, and their lazy forms."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from dcnet.layers import documentation
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.options import Device, LayerOptions, Spec
+from dcnet.layers.options import Device, LayerOptions, Options, Spec
 from dcnet.ops import EPS, Geometry, known_geometry, make_geometry, patch_norm
 from dcnet.util.compat import LazyConvXdMixin
 
@@ -107,7 +107,7 @@ class _LazyDecoupledConv(LazyConvXdMixin):
         *,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        **decoupling: Any,
+        **decoupling: Unpack[Options],
     ) -> None:
         if out_channels % groups:
             raise ValueError(f"out_channels={out_channels} must be divisible by groups={groups}")

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.gates import adapters, gates
 from dcnet.layers.observe import observe, prepare
 from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
-from dcnet.layers.options import LayerOptions, Spec
+from dcnet.layers.options import LayerOptions, OtherOptions, Spec
 from dcnet.layers.other_code import refuse_fusion_, use_layers_
 from dcnet.layers.record import record_
 from dcnet.layers.report import Change, Row, kind_of, table_of
 from dcnet.layers.report import shown as _shown
 from dcnet.layers.selection import Selection, Selector
+from dcnet.layers.types import Batch, ExampleInput
 from dcnet.util.suggest import nearest
 from dcnet.util.text import few
 
@@ -56,10 +57,10 @@ def decouple_(
     where: Selector = None,
     types: tuple[type[nn.Module], ...] = CONVOLUTIONS,
     optimizer: torch.optim.Optimizer | None = None,
-    calibrate: Iterable[Any] | None = None,
-    example_input: Any = None,
+    calibrate: Iterable[Batch] | None = None,
+    example_input: ExampleInput | None = None,
     fuse: bool = True,
-    **layer_options: Any,
+    **layer_options: Unpack[OtherOptions],
 ) -> DecoupleReport:
     """Convert layers of `model` in place, keep their weights and biases, and return a report.
 

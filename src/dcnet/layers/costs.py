@@ -12,12 +12,13 @@ from torch.nn.parameter import UninitializedParameter
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.recording import Vectors, operations, record_epilogue
 from dcnet.layers.running import call, evaluating, hooks
+from dcnet.layers.types import ExampleInput
 from dcnet.ops import Operator
 
 Shapes = list[tuple[torch.Size, torch.Size]]  # of the input and the output, for each call of a layer
 
 
-def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: Any) -> dict[nn.Module, Shapes]:
+def shapes_in(model: nn.Module, layers: Iterable[nn.Module], example_input: ExampleInput) -> dict[nn.Module, Shapes]:
     """Return the shapes of inputs and outputs of each layer when the model is called with the example.
 
     The call is in evaluation mode and without gradients.

@@ -4,7 +4,6 @@ A BatchNorm that follows such a layer is folded into it.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from dcnet.layers.readers import EVALUATION, Seen, look
 from dcnet.layers.record import record_
 from dcnet.layers.report import shown
 from dcnet.layers.running import run_once
+from dcnet.layers.types import ExampleInput
 from dcnet.ops import Operator, compute_dtype, kernel_norm
 from dcnet.util.compat import BatchNorm
 
@@ -89,7 +89,7 @@ def plain_kernel(layer: Decoupled) -> Tensor | None:
     return (exact * factor).to(weight.dtype)
 
 
-def couple_(model: nn.Module, fold: bool = True, example_input: Any = None) -> CoupleReport:
+def couple_(model: nn.Module, fold: bool = True, example_input: ExampleInput | None = None) -> CoupleReport:
     """Turn decoupled layers that are plain ones back into `nn.Conv2d` or `nn.Linear`, in place.
 
     Plain are `linear` with `cosine`, and `seg` with β = α: the kernel is α·w with a weighting, α·w/‖w‖ without. What

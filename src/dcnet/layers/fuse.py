@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -23,6 +22,7 @@ from dcnet.layers.fusion import Fusion, Place
 from dcnet.layers.post_ops import FUSED_NORMS
 from dcnet.layers.readers import END, look
 from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
+from dcnet.layers.types import ExampleInput, Model
 from dcnet.ops import ONLY
 
 
@@ -44,7 +44,7 @@ class FuseReport:
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.left.items()])
 
 
-def fuse_(model: nn.Module, example_input: Any = None) -> FuseReport:
+def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseReport:
     """Let decoupled convolutions do the work of the BatchNorm or the activation behind them, in place.
 
     Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its
@@ -135,7 +135,7 @@ def _let_functions_join(model: nn.Module, layers: dict[str, Decoupled], places: 
                 layer.fusion = None
 
 
-def unfuse_(model: nn.Module) -> nn.Module:
+def unfuse_(model: Model) -> Model:
     """Let every module compute for itself again, in place, after `fuse_`; return the model.
 
     Args:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dcnet.layers.own_arithmetic import prepared_input
 from dcnet.layers.running import Flow, Made, evaluating, hooks
 from dcnet.layers.statistics import input_of
+from dcnet.layers.types import Batch
 from dcnet.ops import EPS, compute_dtype, patch_norm
 from dcnet.util.compat import BatchNorm, hooked
 
@@ -54,7 +55,7 @@ class Observed:
         return only
 
 
-def prepare(batches: Iterable[Any], model: nn.Module) -> list[Tensor]:
+def prepare(batches: Iterable[Batch], model: nn.Module) -> list[Tensor]:
     """Return the inputs of the batches, where the model is; raise unless there are some and all are finite."""
     if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
         kind = "one tensor; possible: [images]" if isinstance(batches, Tensor) else repr(batches)

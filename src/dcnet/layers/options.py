@@ -1,6 +1,7 @@
 """The options of a decoupled layer, which every layer, conversion and network takes alike."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -9,6 +10,24 @@ from dcnet.ops import EPS, Operator, check_eps, check_impl, check_literal_radius
 
 Spec = str | Formula | Choice
 Device = torch.device | str | int | None
+
+
+class OtherOptions(TypedDict, total=False):
+    """The fields of `LayerOptions` besides the operator's, for functions that take them as keywords."""
+
+    weighting: str | None
+    radius: str | float
+    eps: float
+    momentum: float | None
+    sync: bool
+    impl: str
+
+
+class Options(OtherOptions, total=False):
+    """All fields of `LayerOptions`, likewise."""
+
+    magnitude: Spec
+    angular: Spec
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
 from dcnet.layers.following import IDEMPOTENT, Following, activation_of, is_timm_norm
 from dcnet.layers.running import Call, Made, in_mode, run_once
+from dcnet.layers.types import ExampleInput
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
 from dcnet.util.text import few
@@ -41,7 +42,7 @@ class Seen(NamedTuple):
     read: frozenset[str] = frozenset()
 
 
-def look(model: nn.Module, example_input: Any = None, modes: Modes = BOTH) -> tuple[Seen, str]:
+def look(model: nn.Module, example_input: ExampleInput | None = None, modes: Modes = BOTH) -> tuple[Seen, str]:
     """Return what becomes of every decoupled layer's result, and why that is not known: nothing if it is.
 
     Run the model on the example; without one, record it with torch.fx, which not every model allows.
@@ -92,7 +93,7 @@ def by_tracing(model: nn.Module, modes: Modes = BOTH) -> Seen:
     return _in_all(found)
 
 
-def by_running(model: nn.Module, example_input: Any, modes: Modes = BOTH) -> Seen:
+def by_running(model: nn.Module, example_input: ExampleInput, modes: Modes = BOTH) -> Seen:
     """Run the model, and see what becomes of every convolution's result, in all of the modes."""
     found = [_ran(model, example_input, training=False)]
     if True in modes:
@@ -199,7 +200,7 @@ def _end(readers: list[str]) -> str:
     return f"{END}its result is read by {few(readers) or 'the caller'}"
 
 
-def _ran(model: nn.Module, example_input: Any, training: bool) -> Seen:
+def _ran(model: nn.Module, example_input: ExampleInput, training: bool) -> Seen:
     flow, returned = run_once(model, example_input, model.modules(), model.parameters(), training)
     kept, own = flow.alive - returned, f"the code of {type(model).__name__}"
     names = {module: name for name, module in model.named_modules()}

@@ -1,6 +1,7 @@
 """A model built anew, converted as another one was, before its weights are loaded."""
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -9,9 +10,10 @@ from dcnet.layers.candidates import CONVERTIBLE
 from dcnet.layers.convert import decouple_
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.selection import ALL, Where
+from dcnet.layers.types import Model
 
 
-def restore_conversion_(model: nn.Module, conversion: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+def restore_conversion_(model: Model, conversion: Mapping[str, Mapping[str, Any]]) -> Model:
     """Convert the layers of a plain model that `conversion_of` has named, and return it; load the weights afterwards.
 
     Args:
@@ -43,7 +45,7 @@ def _among(names: set[str]) -> Where:
     return lambda name, module: name in names
 
 
-def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: Any) -> Any:
+def from_pretrained(kind: type[Model], source: str | PathLike[str], *arguments: Any, **options: Any) -> Model:
     """Return what `kind.from_pretrained(source, …)` of transformers gives, converted as it was when saved.
 
     By itself `kind.from_pretrained` would build the plain network.
@@ -57,7 +59,9 @@ def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: An
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         raise TypeError(f"kind must be the class of a model, which is an nn.Module, got {kind!r}")
 
-    class Converted(kind):  # type: ignore[misc]  # a class that is known when it runs
+    base: Any = kind  # which is known when it runs
+
+    class Converted(base):  # type: ignore[misc]
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
             super().__init__(config, *arguments, **options)
             conversion = getattr(config, "dcnet", None)
@@ -68,6 +72,6 @@ def from_pretrained(kind: type[Any], source: Any, *arguments: Any, **options: An
             restore_conversion_(self, conversion)
 
     Converted.__name__, Converted.__qualname__ = kind.__name__, kind.__qualname__
-    model = Converted.from_pretrained(source, *arguments, **options)
+    model: Model = Converted.from_pretrained(source, *arguments, **options)
     model.__class__ = kind  # the model itself: nothing about it is ours but its layers
     return model

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dcnet.layers.types import ExampleInput
+
 _tensor: Any = Tensor
 _ASKS_FOR_GRADIENTS = (_tensor.requires_grad.__get__, _tensor.grad_fn.__get__)
 
@@ -114,7 +116,7 @@ class Flow(TorchFunctionMode):
 
 def run_once(
     model: nn.Module,
-    example_input: Any,
+    example_input: ExampleInput,
     modules: Iterable[nn.Module],
     tensors: Iterable[Tensor] = (),
     training: bool = False,
@@ -131,7 +133,7 @@ def run_once(
     return flow, {made for value in tree_leaves(outputs) if (made := flow.of(value)) is not None}
 
 
-def call(model: nn.Module, example_input: Any) -> Any:
+def call(model: nn.Module, example_input: ExampleInput) -> Any:
     """Return the model's output for an example: a tensor, a tuple or list of arguments, or a dict of named ones."""
     example_input = tree_map_only(Tensor, torch.clone, example_input)  # a model may change its input in place
     if isinstance(example_input, Mapping):

@@ -1,7 +1,6 @@
 """The running averages of a whole model: E{‖x‖} of decoupled layers together with BatchNorm's."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
+from dcnet.layers.types import Batch, Model
 from dcnet.ops import distributed
 from dcnet.util.compat import BatchNorm
 
 
-def sync_norms_(model: nn.Module) -> nn.Module:
+def sync_norms_(model: Model) -> Model:
     """Take E{‖x‖} of every decoupled layer over all ranks in training, from now on; return the model.
 
     As `nn.SyncBatchNorm.convert_sync_batchnorm` does for BatchNorm.
@@ -68,7 +68,7 @@ def restore_statistics_(model: nn.Module, statistics: dict[str, Tensor]) -> nn.M
 
 
 @torch.no_grad()
-def average_statistics_(model: nn.Module) -> nn.Module:
+def average_statistics_(model: Model) -> Model:
     """Replace every running average by its mean over all ranks; return the model.
 
     Call it on all ranks, before an evaluation or a checkpoint of a model that was trained without `sync`. In
@@ -96,7 +96,7 @@ def average_statistics_(model: nn.Module) -> nn.Module:
     return model
 
 
-def input_of(batch: Any) -> Tensor:
+def input_of(batch: Batch) -> Tensor:
     """Return the input of a batch: the batch itself, or the first part of a tuple or list."""
     x = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(x, Tensor):
@@ -105,7 +105,7 @@ def input_of(batch: Any) -> Tensor:
 
 
 @torch.no_grad()
-def recalibrate_(model: nn.Module, batches: Iterable[Any]) -> nn.Module:
+def recalibrate_(model: Model, batches: Iterable[Batch]) -> Model:
     """Estimate E{‖x‖} and BatchNorm's averages anew, as plain means over the batches; return the model.
 
     Running averages lag behind weights that move quickly, and do not fit weights that were converted or averaged.

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
+from dcnet.layers.options import OtherOptions
 from dcnet.models.cnn import CNN
 from dcnet.models.external import check_logits, create_external, is_external, is_own, trust_model
 from dcnet.models.parts import LAYER_OPTIONS, Normalize, Parts
@@ -115,7 +116,7 @@ def create_model(
     penultimate_activation: bool | None = None,
     penultimate_norm: bool | None = None,
     root_activation: bool | None = None,
-    **layer_options: Any,
+    **layer_options: Unpack[OtherOptions],
 ) -> nn.Module:
     """Create one of the paper's networks by name; it maps images in [0, 1] to logits.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.layers import Block, DecoupledConv2d, DecoupledLinear, LayerOptions
+from dcnet.layers.options import OtherOptions
 
 # of decoupled layers, which a network has alike in all of them
 LAYER_OPTIONS = [field.name for field in fields(LayerOptions) if field.name not in ("magnitude", "angular")]
@@ -55,7 +56,7 @@ class Parts:
     angular: str = "cosine"
     norm: str | None = "batch"
     activation: str | None = "relu"
-    options: dict[str, Any] = field(default_factory=dict)  # of the decoupled layers: weighting, radius, …
+    options: OtherOptions = field(default_factory=OtherOptions)  # of the decoupled layers: weighting, radius, …
 
     def __post_init__(self) -> None:
         if self.norm not in ("batch", None):

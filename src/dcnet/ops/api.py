@@ -1,6 +1,7 @@
 """The stateless decoupled operators, and the norm of patches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,32 @@ Spec = str | Formula | Choice
 Radius = float | Tensor | None
 
 
-def _convolution(dims: int) -> Callable[..., Tensor]:
+class _Convolution(Protocol):
+    """The signature of `decoupled_conv1d`, `2d` and `3d`, for type checkers, which cannot see into `_convolution`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sizes = 1,
+        padding: str | Sizes = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+        *,
+        padding_mode: str = "zeros",
+        magnitude: Spec = "tanh",
+        angular: Spec = "cosine",
+        weighting: str | None = None,
+        radius: Radius = None,
+        mean_norm: Tensor | str | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        eps: float = EPS,
+        impl: str = "auto",
+    ) -> Tensor: ...
+
+
+def _convolution(dims: int) -> _Convolution:
     """Return the public function over that many dimensions; the three differ in nothing else."""
 
     def decoupled_conv(
@@ -52,7 +78,7 @@ def _convolution(dims: int) -> Callable[..., Tensor]:
     return decoupled_conv
 
 
-decoupled_conv1d, decoupled_conv2d, decoupled_conv3d = map(_convolution, (1, 2, 3))
+decoupled_conv1d, decoupled_conv2d, decoupled_conv3d = _convolution(1), _convolution(2), _convolution(3)
 
 
 def decoupled_linear(

@@ -95,5 +95,5 @@ def hub_model() -> type[Any]:
                 raise ValueError(f"{model_file} does not fit the recipe in config.json beside it: {error}") from error
             return model.to(map_location).eval()
 
-    HubModel.__qualname__ = "HubModel"
+    HubModel.__module__, HubModel.__qualname__ = "dcnet", "HubModel"  # where pickle and the reference look for it
     return HubModel
