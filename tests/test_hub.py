@@ -320,13 +320,10 @@ def test_a_card_says_what_is_known(run):
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     import sys
 
-    from dcnet.training.huggingface import hub_model
-
-    hub_model.cache_clear()
+    monkeypatch.delitem(sys.modules, "dcnet.training.huggingface", raising=False)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"pip install 'dcnet\[hub\]'"):
         _ = dcnet.HubModel
-    hub_model.cache_clear()
     with pytest.raises(AttributeError, match="has no attribute 'HubModels'"):
         _ = dcnet.HubModels
 

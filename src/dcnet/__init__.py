@@ -6,7 +6,7 @@ magnitude function h and the angular function g chosen from a catalogue, learned
 
 import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcnet import formulas, robustness
 from dcnet.deploy import ExportReport, export, load_weights_
@@ -57,8 +57,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, so that type checkers know these 
     from dcnet.formulas import at_least as at_least
     from dcnet.formulas import m as m
     from dcnet.formulas import positive as positive
-
-    HubModel: type[Any]
+    from dcnet.training.huggingface import HubModel as HubModel
 
 # Imported when they are asked for: they need matplotlib, or are for one command.
 _LAZY = ("bench", "explorer", "figures", "inspection", "report", "tables")
@@ -74,9 +73,9 @@ if not TYPE_CHECKING:  # to a type checker it would say that every name exists
         if name in _MOVED:
             return getattr(formulas, name)
         if name == "HubModel":  # needs huggingface_hub
-            from dcnet.training.huggingface import hub_model
+            from dcnet.training.huggingface import HubModel
 
-            return hub_model()
+            return HubModel
         raise AttributeError(f"module 'dcnet' has no attribute {name!r}")
 
 
