@@ -414,3 +414,22 @@ def test_a_model_of_transformers_comes_back_converted(tmp_path):
     torch.testing.assert_close(again(x).logits, model(x).logits)
     with pytest.raises(TypeError, match="must be the class of a model"):
         dcnet.from_pretrained("resnet", tmp_path / "converted")
+
+
+@pytest.mark.parametrize(
+    "example", [torch.ones(2, 3, 6, 6), [torch.ones(2, 3, 6, 6)], {"image": torch.ones(2, 3, 6, 6)}]
+)
+def test_examples_are_a_tensor_or_arguments_or_named_ones(example):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, image):
+            return self.norm(self.conv(image)) if image.sum() > 0 else image  # torch.fx cannot follow that
+
+    model = Net()
+    report = dcnet.decouple_(model, "linear", example_input=example, fuse=False)
+    assert report.rows[0].multiply_adds.before == 2 * 4 * 4 * 4 * 27
+    assert dcnet.fuse_(model, example).fused == {"conv": ["norm"]}
+    assert dcnet.couple_(model.eval(), example_input=example).folded == {"conv": "norm"}

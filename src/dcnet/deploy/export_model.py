@@ -127,6 +127,15 @@ def export(
         dynamic: leave the batch and the size of images free in the file, as far as the model itself allows, which is
             checked too.
         opset: of ONNX.
+
+    Examples:
+        >>> import tempfile, dcnet
+        >>> from pathlib import Path
+        >>> model = nn.Sequential(dcnet.DecoupledConv2d(3, 8, 3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = dcnet.export(model, Path(folder) / "model.safetensors")
+        >>> report.to
+        'safetensors'
     """
     path = Path(path)
     to = _format(path, to)

@@ -48,6 +48,17 @@ def load_weights_(model: Model, path: str | Path, *, trust_formulas: bool = Fals
             torch.compile or DataParallel; DistributedDataParallel takes the converted model only.
         path: a file that `dcnet.export` has written, ending in .safetensors.
         trust_formulas: execute the copy of your own formulas in the file, if they are not registered here.
+
+    Examples:
+        >>> import tempfile, dcnet
+        >>> from pathlib import Path
+        >>> model, again = (nn.Sequential(nn.Conv2d(3, 8, 3)) for _ in range(2))
+        >>> report = dcnet.decouple_(model, "ball")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = dcnet.export(model, Path(folder) / "model.safetensors")
+        ...     again = dcnet.load_weights_(again, report.path)
+        >>> again[0].magnitude
+        'ball'
     """
     tensors, about, source = _read(Path(path))
     inside = unwrap(model)

@@ -19,6 +19,14 @@ def explanations(model: nn.Module) -> Iterator[nn.Module]:
 
     Args:
         model: any model with decoupled layers, in evaluation mode.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8).eval()
+        >>> x = torch.rand(2, 1, 8, 8, requires_grad=True)
+        >>> with dcnet.explanations(model):
+        ...     (slopes,) = torch.autograd.grad(model(x)[:, 3].sum(), x)
+        >>> contributions = slopes * x
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explanations are of an nn.Module, got {type(model).__name__}")

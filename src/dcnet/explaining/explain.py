@@ -46,6 +46,15 @@ def explain(model: nn.Module, images: Tensor, target: int | Sequence[int] | Tens
 
     Returns:
         Contributions in the shape of the images, and the constants, which add up to the logits.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8).eval()
+        >>> found = dcnet.explain(model, torch.rand(2, 1, 8, 8))
+        >>> found.maps.shape
+        torch.Size([2, 8, 8])
+        >>> torch.allclose(found.maps.sum((1, 2)) + found.bias, found.logits, atol=1e-5)
+        True
     """
     _check_images(images)
     modules: dict[Any, str] = {}

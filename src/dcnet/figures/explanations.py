@@ -19,6 +19,10 @@ def explanation_captions(example: Mapping[str, Any], classes: Sequence[str]) -> 
     """Return the captions above the image and above its contributions.
 
     The first is the predicted class, with ✗ if it is wrong; the second shows the parts whose sum is the logit.
+
+    Args:
+        example: one of the examples that `dcnet.inspection.explained_examples` returns.
+        classes: the names of the classes.
     """
     pixels = example["logit"] - example["bias"]
     wrong = "" if example["class"] == example["label"] else " ✗"
@@ -32,6 +36,11 @@ def draw_explanation(axes: Sequence["Axes"], example: Mapping[str, Any], classes
     """Draw one image and its maps, one on each of the axes.
 
     Light pixels speak for the class, dark pixels against it; each map has its own range.
+
+    Args:
+        axes: axes of matplotlib, one for the image and one for each map.
+        example: one of the examples that `dcnet.inspection.explained_examples` returns.
+        classes: the names of the classes.
     """
     captions = explanation_captions(example, classes)
     picture = decoded(example["image"], example["channels"], example["size"]).numpy().transpose(1, 2, 0).clip(0.0, 1.0)

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def draw_features(axis: "Axes", inspected: Mapping[str, Any], title: str = "") -> None:
-    """Draw the features of a network that has two (`cnn6_2d`), and each class's name at its center."""
+    """Draw the features of a network that has two (`cnn6_2d`), and each class's name at its center.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        inspected: what `dcnet.inspection.inspect_run` returns.
+        title: of the axis.
+    """
     if "features" not in inspected:
         raise ValueError(f"{title or 'this network'} has no two-dimensional features; train one with model=cnn6_2d")
     points, labels = np.asarray(inspected["features"]["points"]), np.asarray(inspected["features"]["labels"])

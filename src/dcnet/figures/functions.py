@@ -32,7 +32,20 @@ def _draw(axis: "Axes", formulas: list[Formula], x: Tensor, argument: Tensor, rh
 
 
 def draw_magnitudes(axis: "Axes", rho: float = 1.0) -> None:
-    """Draw h over ‖x‖ for every magnitude, with its default parameters and radius `rho`."""
+    """Draw h over ‖x‖ for every magnitude, with its default parameters and radius `rho`.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        rho: the radius of those that have one.
+
+    Examples:
+        >>> import dcnet
+        >>> from matplotlib.figure import Figure
+        >>> axis = Figure().subplots()
+        >>> dcnet.figures.draw_magnitudes(axis, rho=2.0)
+        >>> axis.get_title()
+        'Magnitude functions (ρ = 2)'
+    """
     if not 0.0 < rho < math.inf:
         raise ValueError(f"rho={rho}; a radius is a positive number")
     n = torch.linspace(0.0, 3.0 * rho, 301, dtype=torch.float64)
@@ -49,7 +62,11 @@ def draw_magnitudes(axis: "Axes", rho: float = 1.0) -> None:
 
 
 def draw_angulars(axis: "Axes") -> None:
-    """Draw g over θ for every angular function, with its default parameters."""
+    """Draw g over θ for every angular function, with its default parameters.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+    """
     theta = torch.linspace(0.0, torch.pi, 301, dtype=torch.float64)
     _draw(axis, list(angulars().values()), theta, theta.cos(), 1.0)
     axis.set(xlabel="θ", ylabel="g(θ)", title="Angular functions", xlim=(0.0, torch.pi))

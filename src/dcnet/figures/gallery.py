@@ -58,7 +58,22 @@ FIGURES = {
 
 
 def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Path = "data") -> "Figure":
-    """Return the figure of that name, of those run folders; raise with what is missing where it cannot be made."""
+    """Return the figure of that name, of those run folders; raise with what is missing where it cannot be made.
+
+    Args:
+        name: one of `dcnet.figures.FIGURES`.
+        runs: run folders; none for a figure that is of no run.
+        data_root: the folder of the data sets' official files, for figures that look at images.
+
+    Returns:
+        A figure of matplotlib, to show or to save with its `savefig`.
+
+    Examples:
+        >>> import dcnet
+        >>> figure = dcnet.figures.make_figure("functions")
+        >>> len(figure.axes)
+        2
+    """
     if name not in FIGURES:
         raise ValueError(f"unknown figure {name!r}.{nearest(name, FIGURES)} Known: {', '.join(FIGURES)}")
     kind = FIGURES[name]
@@ -80,7 +95,11 @@ def make_figure(name: str, runs: Sequence[str | Path] = (), data_root: str | Pat
 
 
 def metrics_of(run: Run) -> list[dict[str, Any]]:
-    """Return the run's epochs; raise where none is over yet."""
+    """Return the run's epochs; raise where none is over yet.
+
+    Args:
+        run: the run.
+    """
     if not run.metrics:
         raise ValueError(
             f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume "
@@ -90,14 +109,22 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
 
 
 def attacks_of(run: Run) -> Attacks:
-    """Return what `dcnet attack` found; raise where it never ran."""
+    """Return what `dcnet attack` found; raise where it never ran.
+
+    Args:
+        run: the run.
+    """
     if not run.attacks:
         raise ValueError(f"{run.folder} was not attacked yet; run: dcnet attack {quote(str(run.folder))}")
     return run.attacks
 
 
 def titles_of(runs: Sequence[Run]) -> list[str]:
-    """Return a short name for each run: its folder's, with as many of the folders above as tell it from the others."""
+    """Return a short name for each run: its folder's, with as many of the folders above as tell it from the others.
+
+    Args:
+        runs: the runs, whose titles are to differ.
+    """
     paths = [run.folder.resolve().parts for run in runs]
     for depth in range(1, 5):
         names = ["/".join(parts[-depth:]) for parts in paths]

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def draw_geometry(axis: "Axes", magnitude: str, rho: float = 1.0) -> None:
-    """Draw input vectors x and what the operator makes of them: the same direction, the length h(‖x‖)."""
+    """Draw input vectors x and what the operator makes of them: the same direction, the length h(‖x‖).
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        magnitude: the function h, by name, with parameters as in "seg:beta=0.2".
+        rho: the radius, where the function has one.
+    """
     choice = choose("magnitude", magnitude)
     angles = torch.arange(12, dtype=torch.float64) * (2.0 * math.pi / 12)
     lengths = torch.tensor([0.6, 1.2, 2.0], dtype=torch.float64)

@@ -57,6 +57,10 @@ def draw_filters(axis: "Axes", inspected: Inspected) -> None:
     """Draw the first layer's kernels as a grid.
 
     In color where they see three channels, else dark below zero and light above.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        inspected: what `dcnet.inspection.inspect_run` returns.
     """
     axis.set_facecolor("0.75")  # between kernels
     axis.imshow(filter_sheet(inspected).squeeze(), cmap=SIGNED, vmin=0.0, vmax=1.0, interpolation="nearest")
@@ -78,7 +82,12 @@ def cosines_title(cosines: np.ndarray) -> str:
 
 
 def draw_correlation(axis: "Axes", inspected: Inspected) -> None:
-    """Draw the cosines between the first layer's kernels: gray off the diagonal where they are orthogonal."""
+    """Draw the cosines between the first layer's kernels: gray off the diagonal where they are orthogonal.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        inspected: what `dcnet.inspection.inspect_run` returns.
+    """
     cosines = kernel_cosines(inspected)
     image = axis.imshow(cosines, cmap=SIGNED, vmin=-1.0, vmax=1.0, interpolation="nearest")
     axis.figure.colorbar(image, ax=axis, shrink=0.8, label="cosine")
@@ -89,7 +98,13 @@ def draw_correlation(axis: "Axes", inspected: Inspected) -> None:
 
 
 def draw_angles(axis: "Axes", inspected: Inspected, bar: bool = True) -> None:
-    """Draw how often each layer sees which θ between patches and kernels, a row for each layer, the first on top."""
+    """Draw how often each layer sees which θ between patches and kernels, a row for each layer, the first on top.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        inspected: what `dcnet.inspection.inspect_run` returns.
+        bar: whether to add a color bar.
+    """
     _draw_histograms(axis, inspected, "theta", math.pi, bar)
     axis.axvline(math.pi / 2, color="white", linestyle="--", linewidth=1.0)
     axis.set(xlabel="θ", title="Angles between patches and kernels")
@@ -103,6 +118,11 @@ def draw_norms(axis: "Axes", inspected: Inspected, bar: bool = True) -> None:
 
     An arrow stands where the greatest is beyond the end of the axis. What the bars are is said below the axis, in lines
     of its own.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        inspected: what `dcnet.inspection.inspect_run` returns.
+        bar: whether to add a color bar.
     """
     _draw_histograms(axis, inspected, "norm", FARTHEST, bar)
     radii = {row: layer["radius"] for row, layer in enumerate(inspected["layers"]) if "radius" in layer}

@@ -63,7 +63,14 @@ def _tick(value: float, _: int | None = None) -> str:
 
 
 def draw_response(axis: "Axes", magnitude: str, angular: str = "cosine", farthest: float = 3.0) -> None:
-    """Draw the output over ‖x‖ and θ, with radius 1."""
+    """Draw the output over ‖x‖ and θ, with radius 1.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        magnitude: the function h, by name, with parameters as in "seg:beta=0.2".
+        angular: the function g, likewise.
+        farthest: the largest ‖x‖.
+    """
     n = torch.linspace(0.0, farthest, 151, dtype=torch.float64)
     theta = torch.linspace(0.0, math.pi, 151, dtype=torch.float64)
     x = n[None, :, None] * torch.stack([theta.cos(), theta.sin()], 1)[:, None]
@@ -80,7 +87,15 @@ def draw_plane(
     kernel: tuple[float, float] = (0.8, 0.6),
     farthest: float = 3.0,
 ) -> None:
-    """Draw the output over a plane of inputs, for a kernel in that plane, with radius 1."""
+    """Draw the output over a plane of inputs, for a kernel in that plane, with radius 1.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        magnitude: the function h, by name, with parameters as in "seg:beta=0.2".
+        angular: the function g, likewise.
+        kernel: the kernel w.
+        farthest: the largest coordinate of x.
+    """
     along = torch.linspace(-farthest, farthest, 201, dtype=torch.float64)
     x = torch.stack(torch.meshgrid(along, along, indexing="xy"), -1)
     w = torch.tensor(kernel, dtype=torch.float64)

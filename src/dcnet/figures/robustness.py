@@ -41,6 +41,11 @@ def draw_deepfool(axis: "Axes", runs: Mapping[str, Attacks], norm: str = "l2") -
     """Draw the size of the perturbation that DeepFool needs, over the images sorted by it.
 
     The higher, the more robust.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        runs: the attacks on each run by its name, as in `Run.attacks`.
+        norm: that of the perturbations, "l2" or "linf".
     """
     found = {name: entry for name, attacks in runs.items() if (entry := deepfool_entry(attacks, norm)) is not None}
     if without := [name for name in runs if name not in found]:
@@ -79,6 +84,10 @@ def draw_eps(axis: "Axes", runs: Mapping[str, Attacks]) -> None:
     """Draw the accuracy under PGD as ε grows, from a check-up of each run at one ε.
 
     It must reach 0, where the line ends.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        runs: the attacks on each run by its name, as in `Run.attacks`.
     """
     _, images = _draw_check_ups(
         axis, runs, lambda found: [(0.0, found["clean"]), *((255.0 * p["eps"], p["accuracy"]) for p in found["curve"])]
@@ -90,7 +99,12 @@ def draw_eps(axis: "Axes", runs: Mapping[str, Attacks]) -> None:
 
 
 def draw_steps(axis: "Axes", runs: Mapping[str, Attacks]) -> None:
-    """Draw the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off."""
+    """Draw the accuracy under PGD as its steps grow, from a check-up of each run at one ε: it must level off.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        runs: the attacks on each run by its name, as in `Run.attacks`.
+    """
     eps, images = _draw_check_ups(
         axis, runs, lambda found: [(point["steps"], point["accuracy"]) for point in found["steps"]]
     )
@@ -132,6 +146,9 @@ def example_pictures(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the "image", the "change" and the "changed" image: each (H, W, C) in [0, 1].
 
     The change of ±ε is stretched to 0 … 1, with no change in the middle.
+
+    Args:
+        example: one of the examples that `dcnet.inspection.inspect_run` returns.
     """
     image, changed = (
         decoded(example[key], example["channels"], example["size"]).numpy().transpose(1, 2, 0)
@@ -142,7 +159,12 @@ def example_pictures(example: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict[str, str]:
-    """Return what stands above each of them: what the network says, with ✗ where that is wrong."""
+    """Return what stands above each of them: what the network says, with ✗ where that is wrong.
+
+    Args:
+        example: one of the examples that `dcnet.inspection.inspect_run` returns.
+        classes: the names of the classes.
+    """
 
     def said(what: Mapping[str, Any]) -> str:
         mark = "" if what["class"] == example["label"] else " ✗"
@@ -156,7 +178,13 @@ def example_captions(example: Mapping[str, Any], classes: Sequence[str]) -> dict
 
 
 def draw_example(axes: Sequence["Axes"], example: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Draw one image on three axes: as it is, the change, and both together; with the predictions."""
+    """Draw one image on three axes: as it is, the change, and both together; with the predictions.
+
+    Args:
+        axes: three axes of matplotlib.
+        example: one of the examples that `dcnet.inspection.inspect_run` returns.
+        classes: the names of the classes.
+    """
     pictures, captions = example_pictures(example), example_captions(example, classes)
     for axis, (name, picture) in zip(axes, pictures.items(), strict=True):
         colors = SIGNED if name == "change" else "gray"

@@ -29,7 +29,13 @@ _NAMES = 12  # layers that the legend names: of more, every second or third, as 
 
 
 def draw_convergence(axis: "Axes", runs: Mapping[str, Metrics], what: str = "accuracy") -> None:
-    """Draw "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick."""
+    """Draw "accuracy" (in percent) or "loss" by epoch: on the training images thin, on the test images thick.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        runs: the epochs of each run by its name, as in `Run.metrics`.
+        what: "accuracy" or "loss".
+    """
     if what not in ("accuracy", "loss"):
         raise ValueError(f"unknown curve {what!r}; possible: accuracy, loss")
     shown_as = labels(runs)
@@ -66,6 +72,13 @@ def draw_learned(
     With few layers, a band shows the middle half of the kernels.
 
     The legend stands to the right of the axis.
+
+    Args:
+        axis: where to draw, an axis of matplotlib.
+        metrics: the epochs of a run, as in `Run.metrics`.
+        parameter: one of `learned_parameters(metrics)`.
+        title: of the axis; by default the name of the parameter.
+        legend: whether to name the layers.
     """
     import matplotlib
 
@@ -107,7 +120,11 @@ def draw_learned(
 
 
 def learned_parameters(metrics: Metrics) -> list[str]:
-    """Return what a run has learned besides kernels: "radius", "k"."""
+    """Return what a run has learned besides kernels: "radius", "k".
+
+    Args:
+        metrics: the epochs of a run, as in `Run.metrics`.
+    """
     return list(dict.fromkeys(parameter for entry in metrics for parameter in entry.get("learned", {})))
 
 

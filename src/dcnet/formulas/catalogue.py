@@ -43,7 +43,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Learnable(Range):
-    """A parameter that may be learned per kernel, as |raw| + floor, from `start`."""
+    """A parameter that may be learned per kernel, as |raw| + floor, from `start`.
+
+    Attributes:
+        low: a fixed value must not be below it.
+        open: whether it must not be equal to it either.
+        start: the value it starts at.
+        floor: the value it stays above.
+    """
 
     floor: float = 0.0
 
@@ -61,7 +68,19 @@ positive = Range(low=0.0, open=True)
 
 
 def at_least(low: float) -> Range:
-    """Return the annotation of a parameter that must not be below `low`."""
+    """Return the annotation of a parameter that must not be below `low`.
+
+    Args:
+        low: the least value.
+
+    Examples:
+        >>> import dcnet
+        >>> from dcnet.formulas import at_least
+        >>> @dcnet.magnitude
+        ... def shifted(n, beta: at_least(0.0) = 0.5):
+        ...     '‖x‖ + β'
+        ...     return n + beta, 1.0
+    """
     return Range(low=low)
 
 
@@ -72,6 +91,15 @@ def learnable(start: float, floor: float, least: float | None = None) -> Learnab
         start: the value it starts at.
         floor: the value it stays above.
         least: what a fixed value must not be below; without it, a fixed value must be positive.
+
+    Examples:
+        >>> import dcnet
+        >>> @dcnet.angular
+        ... def scaled(c, q: dcnet.learnable(start=1.0, floor=0.5) = 1.0):
+        ...     'q·cos θ'
+        ...     return q * c, q, c
+        >>> dcnet.DecoupledLinear(4, 3, angular="scaled:q=learned").raw_q.shape
+        torch.Size([3])
     """
     if not floor >= 0.0:
         raise ValueError(f"learnable(floor={floor}): the floor must not be negative")
@@ -93,16 +121,27 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Formula:
-    """A magnitude or angular function: `formula(...)` returns its value and slopes."""
+    """A magnitude or angular function: `formula(...)` returns its value and slopes.
 
-    kind: str  # "magnitude" or "angular"
+    Attributes:
+        kind: "magnitude" or "angular".
+        name: what it is chosen by.
+        text: the formula in words, the first line of its docstring.
+        function: returns the value and the slopes.
+        parameters: by name, with their defaults and ranges.
+        has_radius: whether it is a magnitude that takes ρ.
+        bounded: whether it stays below a limit as ‖x‖ grows.
+        uses_norm: False where a magnitude is constant in ‖x‖ (SphereConv).
+    """
+
+    kind: str
     name: str
-    text: str  # the formula in the words of the paper
+    text: str
     function: Callable[..., tuple[Any, ...]]
     parameters: dict[str, Parameter] = field(hash=False)  # a plain dict: torch.compile does not read through a proxy
     has_radius: bool
     bounded: bool
-    uses_norm: bool = True  # False where a magnitude is constant in ‖x‖ (SphereConv)
+    uses_norm: bool = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.function(*args, **kwargs)
@@ -145,7 +184,12 @@ def angulars() -> Mapping[str, Formula]:
 
 
 def look_up(kind: str, name: str) -> Formula:
-    """Return the registered formula of that name."""
+    """Return the registered formula of that name.
+
+    Args:
+        kind: "magnitude" or "angular".
+        name: of the formula.
+    """
     catalogue = CATALOGUES[kind]
     if name not in catalogue:
         other = "angular" if kind == "magnitude" else "magnitude"
@@ -156,7 +200,13 @@ def look_up(kind: str, name: str) -> Formula:
 
 @dataclass(frozen=True)
 class Choice:
-    """A formula with the values of its parameters; those in `learned` come as tensors at every call."""
+    """A formula with the values of its parameters; those in `learned` come as tensors at every call.
+
+    Attributes:
+        formula: what was chosen.
+        values: of its parameters, those that are learned left out.
+        learned: the names of those that are learned.
+    """
 
     formula: Formula
     values: tuple[tuple[str, float], ...]
@@ -188,7 +238,18 @@ class Choice:
 
 
 def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
-    """Return the formula that `spec` names, as in "tanh", "seg:alpha=1,beta=0.5" or "sigmoid:k=learned"."""
+    """Return the formula that `spec` names, as in "tanh", "seg:alpha=1,beta=0.5" or "sigmoid:k=learned".
+
+    Args:
+        kind: "magnitude" or "angular".
+        spec: a name with parameters, a formula, or what this function has returned.
+
+    Examples:
+        >>> from dcnet.formulas import choose
+        >>> choice = choose("magnitude", "seg:beta=0.2")
+        >>> choice.value("beta", 1.0)
+        0.2
+    """
     if isinstance(spec, Choice):
         spec = str(spec) if spec.formula.kind == kind else _wrong_kind(kind, spec.formula)
     if isinstance(spec, Formula):

@@ -4,8 +4,13 @@
 def parse_number(text: str) -> float:
     """Return a number, or a fraction such as 8/255.
 
-    >>> parse_number("8/255") == 8 / 255
-    True
+    Args:
+        text: digits, or two numbers with / between them.
+
+    Examples:
+        >>> from dcnet.formulas import parse_number
+        >>> parse_number("8/255") == 8 / 255
+        True
     """
     over, slash, under = text.partition("/")
     try:

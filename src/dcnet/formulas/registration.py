@@ -99,7 +99,11 @@ _LISTENERS: list[Callable[[], None]] = []
 
 
 def on_replacement(listener: Callable[[], None]) -> None:
-    """Call a function whenever a formula takes the place of another: for those who know formulas by name."""
+    """Call a function whenever a formula takes the place of another: for those who know formulas by name.
+
+    Args:
+        listener: the function, which takes nothing.
+    """
     _LISTENERS.append(listener)
 
 

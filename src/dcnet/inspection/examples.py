@@ -16,7 +16,15 @@ def adversarial_examples(
 ) -> list[dict[str, Any]]:
     """Return some of the images that the network gets right, starting with those that PGD makes it get wrong.
 
-    Images are in [0, 1].
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W) in [0, 1].
+        labels: their classes (N,).
+        eps: the largest change of a pixel.
+        count: how many examples to return at most.
+
+    Returns:
+        For each example the image before and after as text, ε, its label, and what the network predicts for both.
     """
     with torch.no_grad():
         before = model(images).softmax(1)

@@ -17,8 +17,15 @@ COUNT = 6
 def explained_examples(run: Run, data_root: str | Path = "data", others: bool = False) -> dict[str, Any]:
     """Return the first test image of each of some classes, what the network predicts, and maps of why.
 
-    The maps show which pixels speak for the predicted class. others: also with Grad-CAM and integrated gradients, for
-    which captum must be installed.
+    The maps show which pixels speak for the predicted class.
+
+    Args:
+        run: the run, with its checkpoint.
+        data_root: the folder of the data sets' official files.
+        others: also with Grad-CAM and integrated gradients, for which captum must be installed.
+
+    Returns:
+        The names of the classes, and for each example the image as text, the prediction, and the maps.
     """
     if run.recipe.data.startswith(FOLDER):
         raise ValueError(

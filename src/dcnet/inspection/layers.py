@@ -37,6 +37,20 @@ def layer_statistics(model: nn.Module, images: Tensor) -> list[dict[str, Any]]:
     """Return statistics of every layer, in the order they run.
 
     Counts of θ over [0, π] and of ‖x‖/E over [0, FARTHEST], E{‖x‖}, and radii in units of it.
+
+    Args:
+        model: a network with decoupled layers, or a plain one of `create_model`; in evaluation mode.
+        images: what it is called with.
+
+    Returns:
+        A dict for each call of a layer: its name, the counts, means, and quantiles of the radii where it has some.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8).eval()
+        >>> first, *_ = dcnet.inspection.layer_statistics(model, torch.rand(4, 1, 8, 8))
+        >>> sum(first["theta"]) == 4 * 32 * 8 * 8  # an angle for each image, kernel and place
+        True
     """
     found: list[dict[str, Any]] = []
 
@@ -90,7 +104,11 @@ def _counts(values: Tensor, high: float) -> list[int]:
 
 
 def filters_of(model: nn.Module) -> dict[str, Any]:
-    """Return the name of the first convolution, and its kernels (kernels, channels, height, width)."""
+    """Return the name of the first convolution, and its kernels (kernels, channels, height, width).
+
+    Args:
+        model: a network with decoupled layers, or a plain one of `create_model`.
+    """
     for name, layer in layers_of(model).items():
         if isinstance(layer, nn.Conv2d):
             return {

@@ -32,6 +32,11 @@ def inspect_run(run: Run, data_root: str | Path = "data", eps: float | None = No
     """Return filters, θ and ‖x‖ by layer, adversarial examples, and 2-D features of the test images where there are.
 
     What the folder has of this checkpoint is read, not made again; a folder without a checkpoint may have it too.
+
+    Args:
+        run: the run.
+        data_root: the folder of the data sets' official files.
+        eps: the largest change of a pixel in the adversarial examples; by default 8/255, or 0.1 for gray images.
     """
     if run.recipe.data.startswith(FOLDER):
         raise ValueError(

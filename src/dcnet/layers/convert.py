@@ -34,14 +34,23 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class DecoupleReport:
-    """What `decouple_` did: the names it converted, those it left with the reason, and notes."""
+    """What `decouple_` did; `print` shows it as a table.
+
+    Attributes:
+        converted: the names of the layers that are decoupled now.
+        skipped: the layers left as they were, each with the reason.
+        added: the names of the new parameters.
+        notes: what else there is to know.
+        rows: of the table that the report prints, one for each layer.
+        fused: what `fuse_` did afterwards.
+    """
 
     converted: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
-    added: list[str] = field(default_factory=list)  # the new parameters
+    added: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)  # of the table, a row for each layer
-    fused: FuseReport = field(default_factory=FuseReport)  # what `fuse_` did afterwards
+    rows: list[Row] = field(default_factory=list)
+    fused: FuseReport = field(default_factory=FuseReport)
 
     def __str__(self) -> str:
         lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} left as they were"]
@@ -86,8 +95,8 @@ def decouple_(
             can: radii are chosen by the norms of each layer's patches, and every output gets its mean and deviation
             back, by the BatchNorm that follows or, where none does, by ‖w‖ (these layers get `weighting="linear"`).
             Each batch is an input, or a tuple or list that starts with one.
-        example_input: what the model is called with, a tensor or a tuple of them, to count multiply-adds in the report,
-            and for `fuse_`.
+        example_input: what the model is called with (a tensor, a tuple of arguments, or a dict of named ones), to count
+            multiply-adds in the report, and for `fuse_`.
         fuse: let the new layers do the work of the BatchNorm and the activation behind them, as `fuse_` does; the
             report says which.
         **layer_options: `weighting`, `radius`, `eps`, `momentum`, `sync`, `impl` of the new layers.

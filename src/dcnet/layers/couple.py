@@ -101,8 +101,8 @@ def couple_(model: nn.Module, fold: bool = True, example_input: ExampleInput | N
         fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode and have
             no hooks, and nothing else reads what lies between. An `nn.Identity` takes its place, and in that of timm's
             `BatchNormAct2d` its activation stays.
-        example_input: a tensor, or a tuple of arguments, to run the model on once, to see which BatchNorm follows which
-            layer; without one the model is traced by torch.fx, which not every model allows.
+        example_input: a tensor, a tuple of arguments, or a dict of named ones, to run the model on once, to see which
+            BatchNorm follows which layer; without one the model is traced by torch.fx, which not every model allows.
 
     Returns:
         A report of the layers that are plain now, and of those left with the reason. Its notes say which BatchNorms

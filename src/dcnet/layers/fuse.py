@@ -30,8 +30,10 @@ from dcnet.ops import ONLY
 class FuseReport:
     """What `fuse_` did.
 
-    `fused` has the modules whose work each convolution does now, `left` the reasons why other convolutions do not.
-    `unseen` says why nothing could be fused without an example_input; it is empty where that was not the reason.
+    Attributes:
+        fused: the modules whose work each convolution does now.
+        left: the reasons why other convolutions do not.
+        unseen: why nothing could be fused without an `example_input`; empty where that was not the reason.
     """
 
     fused: dict[str, list[str]] = field(default_factory=dict)
@@ -60,8 +62,9 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
 
     Args:
         model: any module, such as a converted one of timm or torchvision.
-        example_input: a tensor, or a tuple of arguments, to run the model on, in training and in evaluation mode, with
-            buffers put back afterwards; without one the model is traced by torch.fx, which not every model allows.
+        example_input: a tensor, a tuple of arguments, or a dict of named ones, to run the model on, in training and in
+            evaluation mode, with buffers put back afterwards; without one the model is traced by torch.fx, which not
+            every model allows.
 
     Examples:
         >>> import dcnet
@@ -140,6 +143,14 @@ def unfuse_(model: Model) -> Model:
 
     Args:
         model: any model.
+
+    Examples:
+        >>> import dcnet
+        >>> net = nn.Sequential(dcnet.DecoupledConv2d(3, 8, 3), nn.ReLU())
+        >>> list(dcnet.fuse_(net).fused)
+        ['0']
+        >>> dcnet.unfuse_(net)[0].fusion is None
+        True
     """
     for module in model.modules():
         if isinstance(module, Decoupled):

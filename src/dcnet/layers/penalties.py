@@ -23,6 +23,13 @@ def orthonormal_penalty(model: nn.Module, where: Selector = None) -> Tensor:
 
     Returns:
         A scalar to add to the loss, times a small factor.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> layer = dcnet.DecoupledLinear(8, 4)
+        >>> _ = torch.nn.init.orthogonal_(layer.weight)
+        >>> bool(dcnet.orthonormal_penalty(layer) < 1e-9)
+        True
     """
     return _penalty(model, where, keep_diagonal=True)
 

@@ -19,6 +19,15 @@ def restore_conversion_(model: Model, conversion: Mapping[str, Mapping[str, Any]
     Args:
         model: the plain model.
         conversion: what `conversion_of` returned for the converted one.
+
+    Examples:
+        >>> import dcnet
+        >>> model, again = (nn.Sequential(nn.Conv2d(3, 8, 3)) for _ in range(2))
+        >>> report = dcnet.decouple_(model, "ball", radius=2.0)
+        >>> dcnet.restore_conversion_(again, dcnet.conversion_of(model))[0].magnitude
+        'ball'
+        >>> again.load_state_dict(model.state_dict())
+        <All keys matched successfully>
     """
     modules = dict(model.named_modules())
     for name in conversion:

@@ -20,6 +20,11 @@ def sync_norms_(model: Model) -> Model:
 
     Args:
         model: any model with decoupled layers.
+
+    Examples:
+        >>> import dcnet
+        >>> dcnet.sync_norms_(dcnet.DecoupledConv2d(3, 8, 3)).sync
+        True
     """
     for layer in decoupled_layers(model).values():
         layer.sync = True
@@ -77,6 +82,12 @@ def average_statistics_(model: Model) -> Model:
 
     Args:
         model: any model with running averages, of decoupled layers or of BatchNorm.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.DecoupledConv2d(3, 8, 3)
+        >>> _ = model(torch.randn(2, 3, 8, 8))
+        >>> model = dcnet.average_statistics_(model)  # of one process alone: as they were
     """
     layers = tracking_layers(model).values()
     copied = any(isinstance(m, DistributedDataParallel) and m.broadcast_buffers for m in model.modules())

@@ -59,6 +59,10 @@ def trust_model(name: str) -> None:
 
     Args:
         name: as recipes have it, such as "my_package.my_module:my_network".
+
+    Examples:
+        >>> import dcnet
+        >>> dcnet.trust_model("my_package.my_module:my_network")
     """
     library, separator, made_by = name.partition(":")
     if not separator or not library or not made_by:

@@ -18,7 +18,17 @@ def auto(
 ) -> Tensor:
     """Return adversarial images made by the standard version of AutoAttack.
 
-    APGD with two losses, FAB and Square, each on the survivors of the one before.
+    APGD with two losses, FAB and Square, each on the survivors of the one before. The package pyautoattack must be
+    installed.
+
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W) in [0, 1].
+        labels: their classes (N,).
+        eps: the size of the largest change, in `norm`.
+        norm: "linf" or "l2".
+        batch: images at once.
+        seed: of random starts.
     """
     check(model, images, labels, eps, norm)
     names = {"linf": "Linf", "l2": "L2"}

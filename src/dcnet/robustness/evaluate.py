@@ -33,7 +33,12 @@ _COUNTS = ("iterations", "restarts", "queries", "batch")
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack by name, with parameters."""
+    """An attack by name, with parameters.
+
+    Attributes:
+        name: one of `dcnet.robustness.ATTACKS`.
+        parameters: by the names that the attack itself has for them.
+    """
 
     name: str
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +60,16 @@ def as_typed(recorded: str) -> str:
 
 
 def parse_attack(text: str) -> Attack:
-    """Return the attack that "pgd:steps=50:restarts=5" names; raise where there is no such attack or parameter."""
+    """Return the attack that "pgd:steps=50:restarts=5" names; raise where there is no such attack or parameter.
+
+    Args:
+        text: a name of `dcnet.robustness.ATTACKS`, then parameters, each after a colon.
+
+    Examples:
+        >>> import dcnet
+        >>> dcnet.robustness.parse_attack("pgd:steps=50:restarts=5").parameters
+        {'iterations': 50, 'restarts': 5}
+    """
     name, *settings = text.split(":")
     if name not in ATTACKS:
         raise ValueError(f"unknown attack {name!r}.{nearest(name, ATTACKS)} Known: {', '.join(ATTACKS)}")

@@ -28,7 +28,14 @@ def square(
 ) -> Tensor:
     """Return adversarial images within ε in ℓ∞ and within [0, 1].
 
-    queries: at most this many for an image. share: of pixels changed at first.
+    Args:
+        model: from images in [0, 1] to logits, in evaluation mode.
+        images: (N, C, H, W) in [0, 1].
+        labels: their classes (N,).
+        eps: the largest change of a pixel.
+        queries: at most this many for an image.
+        share: of pixels changed at first.
+        generator: of the random squares.
     """
     check(model, images, labels, eps)
     if images.dim() != 4:

@@ -15,6 +15,13 @@ class Callback:
     `docs/callbacks.md` has examples.
 
     Where several processes train together, only the first one calls. What a method raises ends the training.
+
+    Examples:
+        >>> import dcnet
+        >>> class Lines(dcnet.Callback):
+        ...     def epoch(self, entry):
+        ...         print(f"epoch {entry['epoch']:g}: {entry['test_accuracy']:.1f}%")
+        >>> lines = Lines()  # for dcnet.train(recipe, callbacks=[lines])
     """
 
     def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:

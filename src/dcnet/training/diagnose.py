@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 
 class NonFiniteLoss(ArithmeticError):
-    """Training has stopped at a loss that is not a number, or infinite: at that step, counted from 1, of that epoch."""
+    """Training has stopped at a loss that is not a number, or infinite; `step` and `epoch` say where.
+
+    Args:
+        words: what was first not finite.
+        step: counted from 1.
+        epoch: that of the step.
+    """
 
     def __init__(self, words: str, step: int = 0, epoch: float = 0.0) -> None:
         super().__init__(words)

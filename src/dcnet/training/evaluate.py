@@ -15,8 +15,11 @@ from dcnet.training.ranks import Ranks
 class Evaluation:
     """An evaluation on the test images.
 
-    Mean cross-entropy; by class, how many images there are and how many were right; how many labels were in the top
-    five.
+    Attributes:
+        loss: the mean cross-entropy.
+        counts: how many images there are of each class.
+        correct: how many of these were right.
+        correct5: how many labels were among the five largest logits.
     """
 
     loss: float

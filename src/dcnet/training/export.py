@@ -32,9 +32,19 @@ def export_run(
     See `dcnet.export`. The network takes images in [0, 1]. It is checked on test images of its data set; if that is not
     under `data_root`, it is checked on noise, and a note says so.
 
-    path: if not given, `model.onnx`, `model.pt2` or `model.safetensors` in the run folder, or a file beside that of the
-    weights; of hub:NAME, NAME.onnx and so on in the current folder.
-    trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
+    Args:
+        source: a run folder, a .safetensors file of its weights, or "hub:NAME".
+        path: the file to write; by default `model.onnx`, `model.pt2` or `model.safetensors` in the run folder, or a
+            file beside that of the weights; of hub:NAME, NAME.onnx and so on in the current folder.
+        to: the format, as in `dcnet.export`.
+        half: float16 instead of float32, as in `dcnet.export`.
+        dynamic: leave the batch and the size of images free in the file, as far as the network allows.
+        opset: of ONNX.
+        data_root: the folder of the data sets' official files.
+        trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
+
+    Returns:
+        What `dcnet.export` returns.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r} is unknown.{nearest(str(to), FORMATS)} Possible: {', '.join(FORMATS)}")

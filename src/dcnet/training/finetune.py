@@ -31,6 +31,12 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
             first three have their own, and MODULE:CALLABLE may load its own; the others need them.
         base: a recipe to change, instead of the usual one for fine-tuning.
         **fields: fields of the recipe. `magnitude=None` trains the plain network further.
+
+    Examples:
+        >>> import dcnet
+        >>> recipe = dcnet.finetune_recipe("hub:cnn9-narrow-seg-digits", epochs=2.0, lr=1e-3)
+        >>> recipe.magnitude, recipe.pretrained
+        ('seg', 'hub:cnn9-narrow-seg-digits')
     """
     usual = Recipe() if base is None else base
     values: dict[str, Any] = dict(FINETUNE) if base is None else {"calibrate": FINETUNE["calibrate"]}

@@ -41,6 +41,12 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
         path: a run folder, a .safetensors file that `dcnet export --to safetensors` or `dcnet table --keep-weights` has
             written, or "hub:NAME" for one of `dcnet.trained_models()`.
         trust_formulas: execute the copy of your own formulas in the folder or file, if they are not registered here.
+
+    Examples:
+        >>> import torch, dcnet
+        >>> model = dcnet.load("hub:cnn9-narrow-seg-digits")
+        >>> model(torch.rand(1, 1, 8, 8)).shape
+        torch.Size([1, 10])
     """
     return open_trained(path, trust_formulas=trust_formulas).model
 
@@ -98,7 +104,13 @@ def hub_folders() -> list[Path]:
 
 
 def trained_models() -> dict[str, dict[str, Any]]:
-    """Return the trained networks there are by name, with their data, model, operator and accuracy."""
+    """Return the trained networks there are by name, with their data, model, operator and accuracy.
+
+    Examples:
+        >>> import dcnet
+        >>> dcnet.trained_models()["cnn9-narrow-seg-digits"]["operator"]
+        'seg + square_cosine'
+    """
     found: dict[str, dict[str, Any]] = {}
     for folder in hub_folders():
         for entry in _index(folder):

@@ -276,8 +276,14 @@ def _pixels(name: str, value: float) -> str:
 
 
 hints = typing.get_type_hints(Recipe)
+_EXAMPLES = """\
+    Examples:
+        >>> import dcnet
+        >>> dcnet.Recipe(model="cnn9", magnitude="seg").title
+        'digits-cnn9-seg-cosine-seed0'
+"""
 _ARGS = "".join(f"        {entry.name}: {entry.metadata['help']}\n" for entry in fields(Recipe))
-Recipe.__doc__ = f"{str(Recipe.__doc__).rstrip()}\n\n    Args:\n{_ARGS}    "
+Recipe.__doc__ = f"{str(Recipe.__doc__).rstrip()}\n\n    Args:\n{_ARGS}\n{_EXAMPLES}    "
 
 
 def change(recipe: Recipe, **values: Any) -> Recipe:

@@ -13,7 +13,14 @@ from dcnet.util.text import few
 def open_data(
     recipe: Recipe, ranks: Ranks, root: str | Path = "data", download: bool = False
 ) -> "Resident | ImageFolder":
-    """Return the recipe's data, ready to give batches on the ranks' device."""
+    """Return the recipe's data, ready to give batches on the ranks' device.
+
+    Args:
+        recipe: the recipe.
+        ranks: the processes that train together, as `dcnet.training.joined()` gives them.
+        root: the folder of the data sets' official files.
+        download: fetch missing files of the data set from its own site.
+    """
     if recipe.data.startswith(FOLDER):
         if recipe.augment != "none":
             raise ValueError(

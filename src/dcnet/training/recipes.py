@@ -119,6 +119,16 @@ def read_recipe(path: str | Path) -> Recipe:
 
     Args:
         path: the file.
+
+    Examples:
+        >>> import tempfile, dcnet
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "mine.json"
+        ...     _ = path.write_text(dcnet.make_recipe("demo", seed=3).to_json())
+        ...     recipe = dcnet.read_recipe(path)
+        >>> recipe.seed
+        3
     """
     try:
         values = json.loads(Path(path).read_text())

@@ -54,10 +54,13 @@ def plain_recipe(recipe: Recipe) -> Recipe:
 def build_model(
     recipe: Recipe, shape: dict[str, Any], conversion: Conversion | None = None, library_weights: bool = False
 ) -> nn.Module:
-    """Return the recipe's network for data of that shape: num_classes, in_channels, input_size.
+    """Return the recipe's network for data of that shape.
 
-    conversion: of a network that was plain first, the layers that were converted, as `conversion_of` returns them.
-    library_weights: load the weights that the library of the network has for it.
+    Args:
+        recipe: the recipe.
+        shape: of the data: num_classes, in_channels, input_size.
+        conversion: of a network that was plain first, the layers that were converted, as `conversion_of` returns them.
+        library_weights: load the weights that the library of the network has for it.
     """
     if conversion is not None:
         images = torch.zeros(2, shape["in_channels"], shape["input_size"], shape["input_size"])

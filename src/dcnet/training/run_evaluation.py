@@ -19,6 +19,10 @@ class RunEvaluation(Evaluation):
     """An evaluation of a run.
 
     Attributes:
+        loss: the mean cross-entropy.
+        counts: how many images there are of each class.
+        correct: how many of these were right.
+        correct5: how many labels were among the five largest logits.
         data: the data set.
         classes: the names of its classes.
         unfinished_after: for a run that is not finished, the step that the weights are of; else None.

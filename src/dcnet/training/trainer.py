@@ -64,6 +64,15 @@ def train(
     Raises:
         Interrupted: on Ctrl-C or SIGTERM, after a checkpoint; training again goes on from there.
         NonFiniteLoss: where the loss is not finite; it names the step and what was first not finite.
+
+    Examples:
+        >>> import tempfile, dcnet
+        >>> from pathlib import Path
+        >>> recipe = dcnet.make_recipe("demo", steps=1, recalibrate=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = dcnet.train(recipe, Path(folder) / "run", device="cpu", quiet=True)
+        ...     [entry["step"] for entry in run.metrics]
+        [1]
     """
     recipe = given_recipe(recipe)
     told = Callbacks([*callbacks, *([TensorBoard()] if tensorboard else [])])  # an error now rather than later

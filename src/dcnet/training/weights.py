@@ -86,8 +86,12 @@ def trained_in(path: Path, *, trust_formulas: bool = False) -> Trained:
 def save_weights(trained: Run | Trained, path: Path, bf16: bool = False) -> None:
     """Write the weights of a run's network to a file that `load` reads.
 
-    It has recipe and formulas, but no state of the optimizer. bf16: parameters in bfloat16, half as large;
-    running averages keep their dtype.
+    It has recipe and formulas, but no state of the optimizer.
+
+    Args:
+        trained: a run with its checkpoint, or a network with what is to be written about it.
+        path: the file, ending in .safetensors.
+        bf16: write parameters in bfloat16, half as large; running averages keep their dtype.
     """
     model, about, formulas = trained_by(trained) if isinstance(trained, Run) else trained
     path.parent.mkdir(parents=True, exist_ok=True)
