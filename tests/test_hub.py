@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -338,6 +339,7 @@ def test_through_the_hugging_face_format(run, tmp_path, capsys):
     again = dcnet.HubModel.from_pretrained(str(tmp_path / "saved"))
     assert torch.equal(again(images()), run.model(images()))
     assert again.about["recipe"]["magnitude"] == "seg"
+    assert torch.equal(pickle.loads(pickle.dumps(again))(images()), run.model(images()))
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     config["shape"]["num_classes"] = 7
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
