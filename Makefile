@@ -14,7 +14,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -rs
 
-## ecosystem: the tests that meet other people's packages, all of them installed in a virtual environment of its own (some GB); none may be skipped
+## ecosystem: the tests that meet other people's packages, all of them installed in a virtual environment of its own (some GB); none may be skipped for want of one
 ecosystem: $(ECOSYSTEM)/.ready
 	DCNET_ECOSYSTEM=1 $(ECOSYSTEM)/bin/python -m pytest -n 2 --dist worksteal -rs $$(grep -l "needs(" tests/test_*.py)
 
