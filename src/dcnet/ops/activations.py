@@ -1,8 +1,8 @@
 """Activations that can share the pass of a decoupled convolution.
 
-ReLU and PReLU are known to the kernels. The others are written here as formulas are: a function of z that returns its
+ReLU and PReLU are built into the kernels. The others are written here, like formulas: a function of z that returns its
 value and its slope, in the arithmetic of `dcnet.formulas.m`. The fused kernels compile them from the same source. A new
-activation needs a function, and a line in `FUNCTIONS`; `layers/fuse.py` says which module it belongs to.
+activation needs a function, and its name in `FUNCTIONS`; `layers/fuse.py` says which module it belongs to.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def hardswish(z):
 FUNCTIONS: dict[str, Callable[..., tuple[Any, Any]]] = {
     function.__name__: function for function in (relu6, silu, gelu, gelu_tanh, hardswish)
 }
-# by index, as the kernels know them
+# kernels get an index into this tuple
 ACTIVATIONS = (None, "relu", "prelu", *FUNCTIONS)
 _BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

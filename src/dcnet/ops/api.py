@@ -47,7 +47,7 @@ class _Convolution(Protocol):
 
 
 def _convolution(dims: int) -> _Convolution:
-    """Return the public function over that many dimensions; the three differ in nothing else."""
+    """Return the public function for this number of dimensions."""
 
     def decoupled_conv(
         x: Tensor,
@@ -153,7 +153,7 @@ def _stateless(
 
 
 def check_radius(operator: Operator, radius: Radius, weight: Tensor) -> Tensor | None:
-    """Return the radius as a tensor (out_channels,), None for a magnitude without one; raise if it is not possible."""
+    """Return the radius as a tensor (out_channels,), or None for a magnitude without one; raise if it is invalid."""
     name = operator.magnitude.name
     if not operator.magnitude.formula.has_radius:
         if radius is not None:
@@ -236,7 +236,7 @@ def patch_norm(
         torch.Size([1, 1, 3, 3])
 
     References:
-        Liu, Liu, Yu, Dai, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
+        Liu, Liu, Yu, Dai, Lin, Wang, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
     """
     check_input(x, "input")
     check_eps(eps)

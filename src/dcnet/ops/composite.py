@@ -17,7 +17,7 @@ class Composite:
     """`impl="eager"`: the algorithm, and its steps by ordinary operations."""
 
     def decouple(self, inputs: Inputs) -> Tensor:
-        """Return h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, with what follows it: (N, out_channels, …)."""
+        """Return h(‖w‖, ‖x‖)·g(θ) for every patch and kernel, after its post-ops: (N, out_channels, …)."""
         operator, geometry, post_ops = inputs.operator, inputs.geometry, inputs.post_ops
         if operator.is_inner_product:
             y = convolve(inputs.x, self.inner_product_kernel(inputs), inputs.bias, geometry)
@@ -28,8 +28,8 @@ class Composite:
 
     def map(self, inputs: Inputs, relu: bool) -> Tensor:
         """Return h(‖w‖, ‖x‖)·g(θ), or with `relu` the maximum of that and 0."""
-        # Normalized before the convolution, not after it: the dot product of a bounded operator then cannot overflow
-        # because of a large kernel, and its gradient in ‖w‖ costs a pass over w, not over the output.
+        # Kernels are normalized before the convolution. A large kernel then cannot make the dot product of a bounded
+        # operator overflow, and the gradient of ‖w‖ costs a pass over w instead of one over the output.
         unit, w_norm = self.unit_kernel(inputs.weight, inputs.eps)
         dot, norm_map = self.dot_and_norms(inputs, unit, w_norm)
         vectors = self.vectors(inputs, w_norm, norm_map)
@@ -45,7 +45,7 @@ class Composite:
         return factor, gain, radius, inputs.bias, *(inputs.learned[name] for name in operator.learned)
 
     def inner_product_kernel(self, inputs: Inputs) -> Tensor:
-        """Return the kernel whose plain convolution is LinearConv with cosine; every weighting puts ‖w‖ back once."""
+        """Return the kernel with which a plain convolution is LinearConv with cosine; each weighting keeps ‖w‖."""
         weight, alpha = inputs.weight, inputs.operator.magnitude.value("alpha", 1.0)
         if inputs.operator.weighting is None:
             weight, _ = self.unit_kernel(weight, inputs.eps)
@@ -83,7 +83,7 @@ class Composite:
         vectors: s, t, ρ, b and the learned parameters in the order of `operator.learned`, each (out_channels,) or None.
         relu: return the maximum of that and 0.
         """
-        # no reshaping of maps, which torch.compile cannot see through when sizes are unknown
+        # do not reshape maps: torch.compile cannot follow that when sizes are unknown
         channels, ones = dot.shape[1], [1] * (dot.dim() - 2)
         n = norm_map if groups == 1 else norm_map.repeat_interleave(channels // groups, 1)
         values = [None if v is None else v.to(n.dtype).reshape(channels, *ones) for v in vectors]

@@ -1,7 +1,7 @@
-"""Choose the implementation that computes: the only place where that is decided.
+"""Choose the implementation. Only this module decides that.
 
-Four of them compute the same: `reference` (slow, obvious), `Composite` (ordinary PyTorch operations),
-`AutogradFunctions` (few passes over memory) and `fused` (Triton kernels). The second and the third are `impl="eager"`.
+There are four with the same results: `reference` (slow, obvious), `Composite` (ordinary PyTorch operations),
+`AutogradFunctions` (few passes over memory) and `fused` (Triton kernels). `impl="eager"` is one of the middle two.
 """
 
 import inspect
@@ -28,10 +28,10 @@ _fused: Any = None  # `dcnet.ops.fused` once it is imported, which needs Triton
 
 
 def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
-    """Return the decoupled convolution (or, over no dimensions, linear map) with what follows it, and its energy.
+    """Return the decoupled convolution (over no dimensions, the linear map) after its post-ops, and its energy.
 
-    x may come without a batch dimension, to a linear map with any leading ones. The energy is None unless it is wanted
-    and the implementation leaves one.
+    x may lack the batch dimension; for a linear map it may have any leading dimensions. The energy is None unless it
+    is wanted and the implementation computes it.
     """
     x, geometry = inputs.x, inputs.geometry
     if not torch.compiler.is_compiling() and _fused is not None and (impl == "fused" or (impl == "auto" and x.is_cuda)):
@@ -47,7 +47,7 @@ def decouple(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"input must have {dims}, got the shape {tuple(x.shape)}")
     else:
         flat = x if x.dim() == geometry.dims + 2 else x.unsqueeze(0)
-    if not recorded_by_jit():  # the convolution checks its sizes itself, though it says less
+    if not recorded_by_jit():  # otherwise the convolution checks sizes, with less helpful errors
         _check_sizes(x, flat, inputs.weight, geometry)
     y, energy = _choose(inputs if flat is x else inputs._replace(x=flat), impl)
     if flat is not x:
@@ -76,7 +76,7 @@ def _choose(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor | None]:
 def _import_fused() -> Any:
     from dcnet.ops import fused
 
-    if not torch.compiler.is_compiling():  # a compiled graph would be compiled again when it changes
+    if not torch.compiler.is_compiling():  # a graph that reads this global would be recompiled when it changes
         global _fused
         _fused = fused
     return fused
@@ -90,7 +90,7 @@ def eager() -> Composite:
 def reasons_against_fused(inputs: Inputs) -> list[str]:
     """Return every reason why the fused kernels cannot compute this; none if they can."""
     reasons: list[str] = []
-    if not torch.compiler.is_compiling():  # there is no looking for source code in a trace; the kernels would say so
+    if not torch.compiler.is_compiling():  # a trace cannot look for source code; compiling the kernels would raise
         reasons += _reasons_against_operator(inputs.operator)
     if not inputs.x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reasons.append(f"the input is on {inputs.x.device}, and the kernels need a CUDA device (or TRITON_INTERPRET=1)")

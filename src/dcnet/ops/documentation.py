@@ -1,4 +1,4 @@
-"""The docstrings of the stateless operators, whose arguments and words are the same in every number of dimensions."""
+"""The docstrings of the stateless operators, which share one text for any number of dimensions."""
 
 _OPTIONS = """\
         magnitude: the function h, by name, with parameters as in "seg:beta=0.2". `dcnet.magnitudes()` lists all.
@@ -16,7 +16,7 @@ _OPTIONS = """\
 
 _PAPER = """\
     References:
-        Liu, Liu, Yu, Dai, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
+        Liu, Liu, Yu, Dai, Lin, Wang, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
 """
 
 
@@ -27,7 +27,7 @@ def conv(dims: int) -> str:
     example, kernel = ", ".join(["8"] * dims), ", ".join(["3"] * dims)
     return f"""Return h(‖w‖, ‖x‖)·g(θ) for every patch x and kernel w, where `F.conv{dims}d` returns ‖w‖·‖x‖·cos θ.
 
-    `dcnet.DecoupledConv{dims}d` is the layer of it, with parameters and a running average of the mean patch norm.
+    `dcnet.DecoupledConv{dims}d` is the layer for it, with parameters and a running average of the mean patch norm.
 
     Args:
         x: the input, (N, C, {sizes}) or (C, {sizes}).
@@ -55,7 +55,7 @@ def conv(dims: int) -> str:
 
 LINEAR = f"""Return h(‖w‖, ‖x‖)·g(θ) for every vector x and kernel w, where `F.linear` returns ‖w‖·‖x‖·cos θ.
 
-    `dcnet.DecoupledLinear` is the layer of it, with parameters and a running average of the mean norm.
+    `dcnet.DecoupledLinear` is the layer for it, with parameters and a running average of the mean norm.
 
     Args:
         x: the input, (…, in_features).

@@ -1,16 +1,16 @@
 """Count what a decoupled convolution computes.
 
-PyTorch's own counter, `torch.utils.flop_counter.FlopCounterMode`, counts matrix products and convolutions and nothing
-else, in our layers as in others; its formulas for the fused operators are in `fused/library.py`. fvcore counts what
-torch.jit.trace records. This module tells it what a decoupled layer computes besides convolutions.
+PyTorch's own counter, `torch.utils.flop_counter.FlopCounterMode`, only counts matrix products and convolutions, here as
+in any layer; its formulas for the fused operators are in `fused/library.py`. fvcore counts what torch.jit.trace
+records. This module tells it what a decoupled layer computes besides convolutions.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-# The operations in the trace of a decoupled layer that fvcore neither counts nor ignores by itself. Each counts as one
-# for each number that comes out; a sum counts as one for each number that goes in.
+# Operations in the trace of a decoupled layer that fvcore neither counts nor ignores by itself. Each counts once for
+# every number of its result; a sum counts once for every number of its input.
 _EACH = (
     *("abs", "acos", "add", "add_", "asin", "div", "exp", "expm1", "log", "log1p", "maximum", "minimum", "mul", "neg"),
     *("pow", "reciprocal", "rsqrt", "rsub", "sigmoid", "sign", "sqrt", "square", "sub", "tanh", "where"),

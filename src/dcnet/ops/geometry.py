@@ -30,7 +30,7 @@ class Geometry:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether patches are single positions, one for each: in 1×1 convolutions of stride 1, and linear layers."""
+        """Whether each position is a patch by itself: in 1×1 convolutions of stride 1, and linear layers."""
         return all(size == step == 1 for size, step in zip(self.kernel_size, self.stride, strict=True))
 
     @property
@@ -114,7 +114,7 @@ def make_geometry(
 
 LINEAR = Geometry((), (), (), ())  # the patch of a linear layer is its input vector
 
-# For layers, which ask for the same one in every forward; torch.compile follows the function itself.
+# cached for layers, which ask for the same geometry in every forward pass; torch.compile traces past the cache
 known_geometry = lru_cache(1024)(make_geometry)
 
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

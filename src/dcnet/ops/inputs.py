@@ -1,4 +1,4 @@
-"""The checked inputs that every implementation gets, so that each has only to compute."""
+"""The checked inputs that every implementation gets."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,7 +19,7 @@ MeanNorm = Tensor | BatchMean | None
 
 
 class LearnedRadius(NamedTuple):
-    """ρ of each kernel as it is learned: raw² + 1e-4, which cannot reach 0."""
+    """A learned ρ of each kernel, raw² + 1e-4, which cannot reach 0."""
 
     raw: Tensor
 
@@ -32,10 +32,11 @@ class LearnedRadius(NamedTuple):
 class Inputs(NamedTuple):
     """The operands of one decoupled convolution; x is (N, C, …), radius and learned values are (out_channels,).
 
-    An energy is ½·Σ x² over channels, (maps, N, 1, …) in float32, to be added up over its first dimension, and
-    differentiable: its gradient times x belongs to the gradient in x (half the sum of squares, so that this needs no
-    factor). The layer that makes a map can compute it on the way and hand it to the layer that takes the map: one pass
-    over the map less in each direction. Only the fused kernels do; others ignore one and leave none.
+    The energy of x is ½·Σ x² over channels, as maps (maps, N, 1, …) in float32 whose sum over the first dimension it
+    is. The layer that makes a map can compute its energy in the same pass and hand it to the next layer, which saves
+    one pass over the map in each direction. The energy is differentiable, and its gradient times x is a part of the
+    gradient of x. The ½ makes this exactly energy_grad·x. Only the fused kernels use energies; the other
+    implementations ignore them and return none.
     """
 
     x: Tensor
@@ -66,6 +67,6 @@ class Inputs(NamedTuple):
             return rho, rho
         mean = self.mean_norm.of(norms) if isinstance(self.mean_norm, BatchMean) else self.mean_norm
         scaled = (rho.unflatten(0, (self.geometry.groups, -1)) * mean.to(norms.dtype).unsqueeze(1)).flatten()
-        if self.eps == 0.0:  # without eps a group of nothing but zeros has E = 0, and any radius will do for it
+        if self.eps == 0.0:  # without eps, E = 0 for a group of zeros; any radius will do there
             scaled = torch.where(scaled > 0.0, scaled, 1.0)
         return rho, scaled

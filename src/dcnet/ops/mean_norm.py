@@ -1,4 +1,4 @@
-"""The mean patch norm E{‖x‖} of a batch: its running average, over all ranks, and not counted twice."""
+"""The mean patch norm E{‖x‖} of a batch, on request over all ranks, and its running average."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from dcnet.util.compat import recomputing
 def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
     """Move the running average toward the mean of a new batch, unless this forward is a recomputation.
 
-    The average of a group whose mean is not finite stays as it is, and the batch is not counted: a NaN would never
+    If the mean of a group is not finite, its average stays as it is and the batch is not counted: a NaN would never
     leave the average.
     """
     if recomputing():
@@ -26,8 +26,8 @@ def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor,
     num_batches_tracked.add_(finite.all())
 
 
-# An operator, so that a compiled graph asks whether it is a recomputation each time it runs, and not once, when it is
-# compiled. Defined directly, not by `torch.library.custom_op`, whose checks take longer than the arithmetic.
+# An operator, so that a compiled graph checks for a recomputation at every run instead of once, when it is compiled.
+# It is not defined by `torch.library.custom_op`, whose checks take longer than the arithmetic.
 _LIBRARY = torch.library.Library("dcnet", "FRAGMENT")
 _LIBRARY.define(
     "track_norm(Tensor mean, Tensor(a!) running_norm, Tensor(b!) num_batches_tracked, float? momentum) -> ()"
@@ -37,7 +37,7 @@ torch.library.register_fake("dcnet::track_norm", lambda *_: None, lib=_LIBRARY)
 
 
 class BatchMean(NamedTuple):
-    """E{‖x‖} of this batch, one per group, with gradient; with buffers, their running average follows it."""
+    """E{‖x‖} of this batch, one per group, with gradient; running averages are updated if they are given."""
 
     running_norm: Tensor | None = None
     num_batches_tracked: Tensor | None = None

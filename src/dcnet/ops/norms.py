@@ -18,7 +18,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def root(squares: Tensor, eps: float) -> Tensor:
-    """Return sqrt(squares + eps), with gradient 0 where that is 0."""
+    """Return sqrt(squares + eps), with gradient 0 where the root is 0."""
     if eps > 0.0:
         return (squares + eps).sqrt()
     nonzero = squares > 0.0
@@ -26,7 +26,7 @@ def root(squares: Tensor, eps: float) -> Tensor:
 
 
 def never_zero(eps: float, dtype: torch.dtype) -> bool:
-    """Tell whether eps keeps a norm from 0; one that the dtype rounds to 0 does not."""
+    """Tell whether eps keeps norms above 0; an eps that the dtype rounds to 0 does not."""
     return eps > torch.finfo(dtype).tiny
 
 
@@ -66,8 +66,8 @@ def box_sum(maps: Tensor, geometry: Geometry) -> Tensor:
     maps = geometry.pad(maps)
     if geometry.is_pointwise:
         return maps
-    # torch.compile fuses the slices; its own pooling trips over maps with one channel and unknown sizes. And the old
-    # ONNX exporter, which follows torch.jit.trace, divides by the size of the window whatever it is told.
+    # torch.compile fuses the slices, while its pooling fails for maps with one channel and unknown sizes. The old ONNX
+    # exporter, which uses torch.jit.trace, ignores divisor_override.
     if any(d > 1 for d in geometry.dilation) or torch.compiler.is_compiling() or recorded_by_jit():
         return sum_of_slices(maps, geometry.kernel_size, geometry.stride, geometry.dilation)
     if geometry.dims == 3:
@@ -84,7 +84,7 @@ def sum_of_slices(
     """Return the sum over every window of maps without padding, one dimension after another."""
     for i, (size, step, apart) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
         lead = (slice(None),) * (maps.dim() - len(kernel_size) + i)
-        # ends counted from the end: what is recorded then holds for maps of any size
+        # ends are counted from the back, so that a recorded graph holds for maps of any size
         ends = [(j + 1 - size) * apart or None for j in range(size)]
         maps = reduce(torch.add, [maps[*lead, slice(j * apart, end, step)] for j, end in enumerate(ends)])
     return maps

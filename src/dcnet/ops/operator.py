@@ -23,9 +23,9 @@ class Operator:
     magnitude: Choice
     angular: Choice
     weighting: str | None = None
-    spelling: tuple[str, str, str] | None = field(default=None, compare=False)  # `names`, spelled out beforehand
+    spelling: tuple[str, str, str] | None = field(default=None, compare=False)  # `names`, precomputed
 
-    # Operators are keys of plans, looked up in every call: one object for all layers alike, and a hash computed once.
+    # Every call looks up a plan by its operator. So equal operators share one object, which computes its hash once.
 
     @cached_property
     def _hash(self) -> int:
@@ -125,7 +125,7 @@ def make_operator(
     both = set(operator.magnitude.learned) & set(operator.angular.learned)
     if both:
         raise ValueError(f"magnitude and angular function both learn a parameter {both.pop()!r}; rename one of them")
-    # torch.compile has no use for a shared operator, and may be unable to trace how its names are made
+    # torch.compile does not need a shared operator, and may fail to trace how its names are made
     return (
         operator if torch.compiler.is_compiling() else shared_operator(operator.magnitude, operator.angular, weighting)
     )
@@ -135,7 +135,7 @@ _SHARED: dict[Operator, Operator] = {}
 
 
 def shared_operator(magnitude: Choice, angular: Choice, weighting: str | None) -> Operator:
-    """Return the one operator of this kind, with its names spelled out."""
+    """Return the shared operator with these choices; its names are precomputed."""
     operator = Operator(magnitude, angular, weighting)
     known = _SHARED.get(operator)
     if known is None:

@@ -12,7 +12,7 @@ from dcnet.ops.activations import ACTIVATIONS, activate
 class PostOps(NamedTuple):
     """act(BatchNorm(y) + residual), or with `normalize=False` act(y + residual).
 
-    Without `gamma` and running averages as `F.batch_norm` has it; `slope` is PReLU's.
+    `gamma`, `beta` and the running averages may be None, as in `F.batch_norm`. `slope` is PReLU's.
     """
 
     gamma: Tensor | None
@@ -22,7 +22,7 @@ class PostOps(NamedTuple):
     training: bool  # whether to normalize with the statistics of this batch
     momentum: float
     eps: float
-    batches: Tensor | None = None  # the number of batches the averages have seen, if this one is still to be counted
+    batches: Tensor | None = None  # BatchNorm's count of batches, if this batch still has to be counted
     residual: Tensor | None = None
     activation: str | None = None
     slope: Tensor | None = None
@@ -34,7 +34,7 @@ class PostOps(NamedTuple):
         return self.activation == "relu" and self.residual is None and not self.normalize
 
     def apply(self, y: Tensor) -> Tensor:
-        """Return the same by PyTorch's own operators, one after the other."""
+        """Apply the post-ops by PyTorch's own operators, one after the other."""
         if self.normalize:
             if self.batches is not None:
                 with torch.no_grad():
@@ -47,5 +47,5 @@ class PostOps(NamedTuple):
 
 
 NOTHING = PostOps(None, None, None, None, training=False, momentum=0.0, eps=0.0, normalize=False)
-# An activation and nothing else, by name; PReLU has a slope, which is not known here
+# a single activation, by name; not PReLU, whose slope is not known here
 ONLY = {name: NOTHING._replace(activation=name) for name in ACTIVATIONS if name not in (None, "prelu")}
