@@ -58,8 +58,8 @@ def _check_there_is_variance(x: Tensor, inputs: Inputs) -> None:
 def _share_a_pass(post_ops: PostOps) -> bool:
     """Tell whether the kernels can run these post-ops.
 
-    The sum with a residual is not stored: from the output of a ReLU, or without an activation, backward can tell enough
-    about it. Without BatchNorm there is no pass for the gradient of PReLU's slope.
+    The sum with a residual is not stored. So the activation must be one whose gradient follows from the output: ReLU
+    or none. Without BatchNorm there is no pass that could compute the gradient of PReLU's slope.
     """
     if post_ops.normalize:
         return post_ops.residual is None or post_ops.activation in (None, "relu")
@@ -79,9 +79,9 @@ _EAGER = Composite()
 
 
 def again(inputs: Inputs) -> tuple[Tensor, Tensor | None] | None:
-    """Return what `decouple` would for a layer that C++ has come to know; None, with nothing done, for others.
+    """Run the layer in C++ if its plan is registered there; otherwise return None.
 
-    Nothing is checked and nothing put in order: C++ knows a layer by all that could be wrong with it.
+    Inputs are not checked here: the lookup key covers everything the checks would check.
     """
     native, post_ops, x = HOST.module, inputs.post_ops, inputs.x
     if native is None or inputs.geometry.symmetric_padding is None:
@@ -124,7 +124,7 @@ def _call(inputs: Inputs, x: Tensor, weight: Tensor, post_ops: PostOps) -> tuple
 
     energy = inputs.energy if x is inputs.x and geometry.groups == 1 else None  # valid for this very tensor only
     if energy is not None and energy.requires_grad != x.requires_grad:
-        energy = None  # gradients reach x in another way, as in a checkpoint's first forward pass
+        energy = None  # x gets its gradients in another way, as in the first forward pass of a checkpoint
     kernels, follows = weight.shape[0], _follows(post_ops)
     shares = post_ops.normalize or post_ops.activation is not None
     leaves = inputs.leave_energy and shares and energy_maps(kernels, geometry.groups) > 0
@@ -196,7 +196,7 @@ def _options(
     )
 
 
-# One object for all options that are equal, by which C++ knows them; torch.compile follows the function itself.
+# Cached, since C++ looks up options by identity; while torch.compile traces, the function itself is called.
 _known_options = lru_cache(4096)(_options)
 
 

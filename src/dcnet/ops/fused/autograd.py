@@ -1,7 +1,7 @@
 """The decoupled convolution for autograd: an autograd function in eager mode, the operators of `library.py` in graphs.
 
-In eager mode a call through `torch.library` costs a third of a millisecond, more than many of our kernels. The autograd
-function is there twice: in C++ (`host.py`) for usual layers, once it is built, and here in Python.
+In eager mode a call through `torch.library` costs a third of a millisecond, more than many kernels. The autograd
+function exists twice: in C++ (`host.py`), for common layers and once it is built, and here in Python.
 """
 
 from functools import lru_cache
@@ -59,7 +59,7 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> Results
     if elsewhere(x):
         with torch.cuda.device(x.device):
             return decoupled(operands, options, effects)
-    with torch.no_grad():  # a new plan tries a convolution, which is nobody's business
+    with torch.no_grad():  # a new plan runs a trial convolution, which autograd must not record
         plan = plan_of(operands, options)
     residual = operands.residual
     if residual is not None and residual.shape != (shape := output_shape(plan)):  # kernels do not broadcast

@@ -14,7 +14,7 @@ from dcnet.ops.fused.operands import Options
 
 _TILE = 2048  # elements
 _WARPS = 4
-_PROGRAMS = 6  # of `windows`, for each multiprocessor: few enough that adding up their sums is quick
+_PROGRAMS = 6  # of `windows` per multiprocessor: few, so that adding up their sums is fast
 
 
 class DepthwisePlan(NormPlan):
@@ -25,7 +25,7 @@ class DepthwisePlan(NormPlan):
     def __init__(self, shape: Sizes, strides: Sizes, kernel: Sizes, o: Options, device: torch.device) -> None:
         super().__init__(shape, strides, kernel, o)
         channels = shape[1]
-        # the widest block that wastes little; 16 channels are what memory hands out at once
+        # the widest block that wastes little; memory is read in units of 16 channels
         blocks = {bc: cdiv(channels, bc) for bc in (64, 32, 16)}
         bc = next((bc for bc, count in blocks.items() if count * bc <= 1.25 * channels), 16)
         bc = min(bc, triton.next_power_of_2(channels))

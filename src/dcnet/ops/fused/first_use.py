@@ -1,7 +1,7 @@
-"""Compile the kernels of a plan side by side, before the first of them runs.
+"""Compile the kernels of a plan in parallel, before the first of them runs.
 
-A layer of a new kind needs up to eleven variants. One after the other, as they come, they took half a minute on their
-first use. Those of backward compile while forward goes on to the next layers.
+A new kind of layer needs up to eleven variants. Compiled one after the other, they took half a minute. The variants for
+backward compile while forward goes on to the next layers.
 """
 
 import os
@@ -15,7 +15,7 @@ from dcnet.ops.fused.operands import BACKWARD, FORWARD, Effects, Operands, track
 from dcnet.ops.fused.plan import Backward, Plan
 from dcnet.util.compat import KernelCompilers
 
-# with the dtype of x
+# slots with the dtype of x, and with that of the weight
 _MAPS = ("x", "residual", "unit", "dot", "out", "e", "e_more", "grad_d", "behind", "grad_x", "grad_unit")
 _KERNELS = ("weight", "grad_weight")
 COMPILERS = KernelCompilers(os.cpu_count() or 1)
@@ -25,7 +25,7 @@ Passes = list[tuple[tuple[str, ...], Launches]]  # each with the names of its sl
 def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: bool, in_graph: bool) -> None:
     """Compile what the next forward pass will launch, and the backward pass that is likely to follow it.
 
-    A variant that is missed, or turns out not to be needed, costs time and nothing else.
+    A wrong prediction only costs time.
     """
     if not _compiles(t.x):
         return
@@ -37,12 +37,12 @@ def compile_ahead(plan: Plan, t: Operands, effects: Effects, differentiable: boo
         plan.used.add(key)
         passes += _passes(plan, plan.backward(*key))
     kernels = _warm_up(passes, _given(t, effects))
-    compiled_launcher()  # built while this thread has nothing else to do
+    compiled_launcher()  # built now, while this thread has to wait anyway
     COMPILERS.wait_for(kernels[:ahead])
 
 
 def compile_backward(plan: Plan, t: Operands, launchers: Backward) -> None:
-    """Begin to compile what a backward pass will launch, unlike the one that was likely; `COMPILERS.wait` waits."""
+    """Start compiling a backward pass that differs from the predicted one; `COMPILERS.wait` waits for it."""
     if _compiles(t.x):
         _warm_up(_passes(plan, launchers), _given(t, Effects()))
 
@@ -61,7 +61,7 @@ def _passes(plan: Plan, launchers: Backward) -> Passes:
 
 
 def _warm_up(passes: Passes, given: dict[str, Tensor]) -> list[Any]:
-    """Return the kernels of passes, which compile in the background; none where that cannot be done now."""
+    """Start compiling the kernels of passes in the background, and return them; return none if that cannot be done."""
     with COMPILERS.collecting() as can:
         return [
             launcher.warm_up([_dtype(name, given) for name in slots])
@@ -72,19 +72,19 @@ def _warm_up(passes: Passes, given: dict[str, Tensor]) -> list[Any]:
 
 
 def _compiles(x: Tensor) -> bool:
-    """Tell whether kernels compile for the device of x; Triton's interpreter runs them as they are."""
+    """Tell whether kernels are compiled for the device of x; Triton's interpreter compiles nothing."""
     return x.is_cuda
 
 
 def _given(t: Operands, effects: Effects) -> dict[str, Tensor]:
-    """Return the tensors of the call by slot, as far as they are there before it."""
+    """Return the tensors that exist before the call, by slot."""
     tracked = effects.tracked
     counts = {"batches": effects.batches, "mean_batches": None if tracked is None else tracked.num_batches_tracked}
     return {name: tensor for name, tensor in (t._asdict() | counts).items() if tensor is not None}
 
 
 def _dtype(name: str, given: dict[str, Tensor]) -> torch.dtype:
-    """Return the dtype of what will be in a slot of a call."""
+    """Return the dtype of the tensor that a slot will hold."""
     if name in given:
         return given[name].dtype
     if name == "batches":

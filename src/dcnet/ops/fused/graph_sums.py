@@ -1,9 +1,9 @@
 """In graphs that Inductor compiles, let `decoupled_backward` add up two incoming gradients itself.
 
 Where the output of a layer is read twice, as in a residual network, its gradient is the sum of two maps. Inductor fuses
-an addition with the code before or after it, but not with kernels that it did not write: a sum between two of our
-operators would be a pass of its own over three maps. Here it costs one more read. In 16 bits the sum is not rounded,
-as it is where autograd adds.
+an addition with its own code before or after it, but not with other kernels: a sum between two operators of this
+package would be an extra pass over three maps. Here it costs one more read. In 16 bits the sum is not rounded, unlike
+a sum that autograd computes.
 """
 
 import operator
@@ -19,18 +19,18 @@ from dcnet.util.compat import EAGER_INPUTS, rewrite_in_inductor
 
 def rewrite_sums() -> None:
     """Rewrite the graphs that are compiled from now on, if Inductor is what compiles them."""
-    if "torch._inductor.compile_fx" in sys.modules:  # to import it takes seconds
+    if "torch._inductor.compile_fx" in sys.modules:  # importing it takes seconds
         _rewrite_sums()
 
 
 @cache
 def _rewrite_sums() -> None:
-    # take_sum is looked up at every call: a test that watches it registers nothing that would stay
+    # the lambda looks up take_sum at every call, so that a test can replace it for a while
     rewrite_in_inductor(torch.ops.dcnet.decoupled_backward.default, lambda node: take_sum(node))
 
 
 def take_sum(node: Node) -> None:
-    """Give a call of `decoupled_backward` the two summands of its incoming gradient in place of their sum."""
+    """Give a call of `decoupled_backward` the two summands of its incoming gradient instead of their sum."""
     if node.kwargs:
         return
     total, more, *rest = node.args
@@ -52,7 +52,7 @@ def _is_plain_sum(node: Node) -> bool:
 
 
 def _written_by_kernels(part: object, total: Node) -> TypeGuard[Node]:
-    """Tell whether a summand is a result of kernels that Inductor did not write, and as large as the sum."""
+    """Tell whether a summand was computed by kernels that Inductor did not write, and has the shape of the sum."""
     if not isinstance(part, Node) or part.target is not operator.getitem:
         return False
     source = part.args[0]

@@ -1,7 +1,7 @@
 """The autograd function in C++ (`cpp/`): built in the background at its first use, and given the plans it can run.
 
-It launches the kernels that op.py would, so results are the same bit by bit, and any step may go one way or the other.
-From Python a layer takes the host longer than most kernels take the device.
+It launches the same kernels as op.py. So results are equal bit by bit, and every step can use either of the two. In
+Python, the host would take longer for a layer than the device takes for most kernels.
 """
 
 import os
@@ -78,7 +78,7 @@ class Host:
     def _build(self) -> None:
         try:
             self.load(kernel_launch_address())
-        except Exception as error:  # told by the next layer: a thread has nobody to tell
+        except Exception as error:  # the next layer warns; nobody would see what this thread raises
             self._failed = error
 
     def load(self, launch_address: int) -> None:
@@ -91,7 +91,7 @@ class Host:
         back = [BACKWARD.index(name) for name in (*READ_BY_BACKWARD, *_BACKWARD)]
         functions = self._epilogue, self._backward, gradients_of_saved, self.in_graph
         module.use(launch_address, Operands._fields, *functions, ahead, back)
-        on_replacement(module.forget)  # a graph's operators know formulas by name
+        on_replacement(module.forget)  # graph operators refer to formulas by name
         self.module = module
 
     def learn(self, plan: Plan, t: Operands, o: Options) -> None:
@@ -103,7 +103,7 @@ class Host:
             self.module.learn(o, t, plan, {"ahead": ahead, **_numbers(plan)})
 
     def learn_in_graph(self, plan: Plan, t: Operands, arguments: Sequence[Any], backward: bool) -> None:
-        """Let C++ run the calls of a graph's operator that are like this one; arguments: the options, spelled out."""
+        """Register this plan for calls of the graph operator with the same key; arguments: the options as text."""
         if self.ready(t.x) is None or not _is_usual(plan):
             return
         ahead = b"" if backward else self._kernels(plan.ahead)
@@ -132,12 +132,12 @@ HOST = Host()
 
 
 def counts() -> dict[str, int]:
-    """Return how often C++ has run, forward and backward; empty where it is not there (yet)."""
+    """Return how often C++ has run, forward and backward; empty if it is not built (yet)."""
     return {} if HOST.module is None else HOST.module.counts()
 
 
 def _is_usual(plan: Plan) -> bool:
-    """Tell whether C++ can run this plan: it knows such options, and no map is empty."""
+    """Tell whether C++ can run this plan: it supports the options, and no map is empty."""
     return known_to_cpp(plan.options) and plan.has_output and plan.norms.count > 0 and all(plan.norms.shape)
 
 

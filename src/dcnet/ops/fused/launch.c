@@ -14,10 +14,12 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count)
   uint32_t number[MOST];
   if (count != 4 || !PyBytes_Check(args[0]) || !PyList_Check(args[1]) || !PyTuple_Check(args[3]) || !launch_kernel ||
       PyList_GET_SIZE(args[1]) > MOST || PyTuple_GET_SIZE(args[3]) > MOST) {
-    PyErr_SetString(PyExc_TypeError, "launch(words: bytes, addresses: list[int], stream: int, floats: tuple[float, ...])");
+    PyErr_SetString(PyExc_TypeError,
+                    "launch(words: bytes, addresses: list[int], stream: int, floats: tuple[float, ...])");
     return NULL;
   }
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); i++) address[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[1], i));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); i++)
+    address[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[1], i));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[3]); i++) {
     float single = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(args[3], i));
     memcpy(&number[i], &single, sizeof single);

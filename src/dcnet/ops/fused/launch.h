@@ -12,7 +12,8 @@ enum { FUNCTION, GRID_X, GRID_Y, GRID_Z, THREADS, SHARED, PARAMETERS, PLACES, FL
 enum { NO_CONTEXT = 201 }; /* CUDA_ERROR_INVALID_CONTEXT: this thread has not used the device yet */
 
 /* cuLaunchKernel: a function of the driver, found at run time */
-typedef int (*Launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+typedef int (*Launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                      void **);
 static Launch launch_kernel;
 
 static int launch_packed(const uint64_t *word, const uint64_t *end, const uint64_t *address, const uint32_t *number,
@@ -24,11 +25,13 @@ static int launch_packed(const uint64_t *word, const uint64_t *end, const uint64
     word += HEAD;
     memcpy(value, word, head[PARAMETERS] * sizeof(uint64_t));
     word += head[PARAMETERS];
-    for (place = word, word += 3 * head[PLACES]; place < word; place += 3) value[place[0]] = address[place[1]] + place[2];
+    for (place = word, word += 3 * head[PLACES]; place < word; place += 3)
+      value[place[0]] = address[place[1]] + place[2];
     for (place = word, word += 2 * head[FLOATS]; place < word; place += 2) value[place[0]] = number[place[1]];
     for (uint64_t i = 0; i < head[PARAMETERS]; i++) parameter[i] = &value[i];
-    int error = launch_kernel((void *)head[FUNCTION], (unsigned)head[GRID_X], (unsigned)head[GRID_Y], (unsigned)head[GRID_Z],
-                              (unsigned)head[THREADS], 1, 1, (unsigned)head[SHARED], stream, parameter, NULL);
+    int error = launch_kernel((void *)head[FUNCTION], (unsigned)head[GRID_X], (unsigned)head[GRID_Y],
+                              (unsigned)head[GRID_Z], (unsigned)head[THREADS], 1, 1, (unsigned)head[SHARED], stream,
+                              parameter, NULL);
     if (error) return error;
   }
   return 0;

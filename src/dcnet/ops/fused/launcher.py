@@ -6,8 +6,8 @@ memory and a few floats, which do not change the variant; from the second launch
 tensors must have the same dtypes, on the same device, at every launch. Plans keep the launchers, and there is a plan
 for each combination of dtypes and device.
 
-An allocation costs as much as a launch. So the many small float32 buffers of a call are regions of few tensors, and a
-pointer argument of a kernel is a `Place`: a tensor of the call, and an offset in it.
+An allocation costs as much as a launch. So the many small float32 buffers of a call are regions of a few tensors, and
+a pointer argument of a kernel is a `Place`: a tensor of the call, and an offset in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ class Launcher:
         self.values = values
         self.compiled: Any = None
         self.variant: Any = None
-        self.before: tuple[Any, ...] = ()  # what the variant takes in front of the arguments
+        self.before: tuple[Any, ...] = ()  # what the variant takes before the kernel's arguments
 
     def __call__(self, memory: Memory, *floats: float) -> None:
         """Run the kernel on the memory's stream."""

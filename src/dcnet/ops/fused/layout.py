@@ -26,14 +26,14 @@ def programs_for(device: torch.device, each: int) -> int:
 
 
 def power_of_two_in(number: int) -> int:
-    """Return the largest power of two, up to 16, that divides a number: what the compiler may take for granted."""
+    """Return the largest power of two, up to 16, that divides a number; the compiler can rely on it."""
     return min(16, number & -number)
 
 
 class Regions:
     """Named regions of a float32 buffer, one after the other.
 
-    Each starts at an address that is aligned for kernels; packed: without gaps between them instead.
+    Each starts at an address that is aligned for kernels, or with `packed` right after the one before.
     """
 
     def __init__(self, *, start: int = 0, packed: bool = False, **sizes: int) -> None:
@@ -53,7 +53,7 @@ class Regions:
         return buffer[self.slices[name]]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return all regions of the buffer by name: one operation, where `view` is one for each."""
+        """Return all regions of the buffer by name, in one operation; `view` takes one for each."""
         names, sizes = self._parts
         return dict(zip(names, buffer.split_with_sizes(sizes), strict=True))
 
@@ -100,7 +100,7 @@ class View:
 
     @cached_property
     def kernel_block(self) -> int:
-        """The kernels of a tile: the widest block that wastes little. Few widths mean few variants to compile."""
+        """The number of kernels in a tile: the widest block that wastes little. Few widths mean few variants."""
         if not self.channels_last:
             return min(triton.next_power_of_2(self.kernels), MOST_KERNELS)
         wastes = {bk: cdiv(self.kernels, bk) * bk for bk in (MOST_KERNELS, 16, 8, 4, 2, 1)}
@@ -117,7 +117,7 @@ def dense(x: Tensor) -> Tensor:
     if x.is_contiguous() or x.dim() == 2:
         return x.contiguous()
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    if x.dim() == 3:  # (N, C, L) with channels last has no name of its own
+    if x.dim() == 3:  # PyTorch has no memory format for (N, C, L) with channels last
         return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
     return x if x.is_contiguous(memory_format=order) else x.contiguous()
 
@@ -130,7 +130,7 @@ def channels_last_strides(shape: Sizes) -> Sizes:
 
 
 def like(x: Tensor, other: Tensor) -> Tensor:
-    """Return x in the memory order of the other tensor, copied only if it has another."""
+    """Return x in the memory order of the other tensor, copied only if their orders differ."""
     if x.stride() == other.stride():
         return x
     return torch.empty_like(other, dtype=x.dtype).copy_(x)

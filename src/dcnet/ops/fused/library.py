@@ -185,7 +185,7 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
         kept = kept._replace(unit=_unit(t, vector_regions(t.weight.shape[0], o).view(kept.vectors, "w_norm")))
     e, out = arrived(e, of_left, out, kept.dot, o)
     if of_left is not None:
-        of_left = of_left[:1]  # backward has expanded one map; this is a view of it
+        of_left = of_left[:1]  # all maps are the same one, expanded; this is a view of it
     wanted = ctx.needs_input_grad[:TENSORS]
     gradients = Gradients(
         *torch.ops.dcnet.decoupled_backward(e, None, of_left, out, *wanted[:2], *t, *kept, *ctx.options)
@@ -202,9 +202,9 @@ def _gradients(ctx: Any, e: Tensor | None, of_left: Tensor | None, *_: Any) -> t
 
 
 def _unit(t: Operands, w_norm: Tensor) -> Tensor:
-    """Return the normalized kernels once more, as `normalize_kernel` writes them on a GPU.
+    """Compute the normalized kernels again, as `normalize_kernel` writes them on a GPU.
 
-    Kept from forward to backward, they would be the copy of all kernels that a plain network does without.
+    To keep them from forward to backward would take a copy of all kernels, which a plain network does not need.
     """
     inverse = torch.where(w_norm > 0, 1 / w_norm, 0).view(-1, *[1] * (t.weight.dim() - 1))
     return (t.weight.float() * inverse).to(t.x.dtype)
@@ -220,7 +220,7 @@ class _Traced(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.maps = 0 if t.energy is None else t.energy.shape[0]
         saved = Kept(*kept)
-        if not is_depthwise(t.x, t.weight, o.groups):  # those have the taps first
+        if not is_depthwise(t.x, t.weight, o.groups):  # `_unit` cannot restore these, which have the taps first
             saved = saved._replace(unit=None)  # type: ignore[arg-type]
         ctx.save_for_backward(*for_backward(t), *saved, wanted_output(out, t, o))
         return out, left, *kept
@@ -241,7 +241,7 @@ def _with_gradient(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _register(name: str, arguments: str, results: int, implementation: Any, fake: Any) -> None:
-    # Defined directly, not by `torch.library.custom_op`, whose checks of every call cost more than the launches.
+    # not by `torch.library.custom_op`, whose checks of every call cost more than the launches
     signature = f"{name}({arguments}, str options, float eps, float norm_eps) -> ({', '.join(['Tensor'] * results)})"
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -259,10 +259,10 @@ _register(
     _backward_fake,
 )
 _LIBRARY.impl("decoupled", _with_gradient, "Autograd")
-Host.in_graph = _forward, _inference, _backward  # C++ runs the three, and calls these for what it does not know
+Host.in_graph = _forward, _inference, _backward  # C++ replaces these, and calls them for plans that it does not have
 
 
-# -- for torch.utils.flop_counter: the convolutions, which is what it counts of a plain layer --------------------------
+# -- for torch.utils.flop_counter, which counts convolutions only, as in a plain layer ---------------------------------
 
 
 @register_flop_formula(

@@ -15,7 +15,7 @@ from dcnet.util.cache import native_code
 from dcnet.util.compat import build_c_module, kernel_launch_address, launch_facts
 
 _MOST = 128  # parameters, as in launch.c
-# How `struct` packs an argument of each of Triton's types into eight bytes
+# `struct` formats that pack an argument of each Triton type into eight bytes
 _FORMATS = {"fp32": "<f4x", "fp64": "<d", "i1": "<?7x", "u1": "<?7x", "i8": "<b7x", "u8": "<B7x"}
 _FORMATS |= {"i16": "<h6x", "u16": "<H6x", "i32": "<i4x", "u32": "<I4x", "i64": "<q", "u64": "<Q"}
 
@@ -45,7 +45,7 @@ def compiled_launcher() -> Any:
 
 
 def pack(launchers: Sequence[Launcher]) -> bytes | None:
-    """Return the launches as launch.c takes them; None where a variant needs more than a plain launch."""
+    """Return the launches in the format of launch.c; None if a variant needs more than a plain launch."""
     try:
         packed = [_pack(launcher) for launcher in launchers]
     except (AttributeError, TypeError, struct.error) as error:
@@ -79,7 +79,7 @@ def _pack(launcher: Launcher) -> bytes | None:
             values.append(struct.pack(_FORMATS[kind], value))
         else:
             return None
-    values += [bytes(8)] * 2  # Triton's scratch memory and its profiler's, which these variants do not have
+    values += [bytes(8)] * 2  # scratch memory of Triton and its profiler, which these variants do not use
     if len(values) > _MOST:
         return None
     head = struct.pack("<9Q", function, *launcher.grid, threads, shared, len(values), len(at), len(floats))
@@ -96,13 +96,13 @@ def _flat(values: Sequence[Any], types: Sequence[Any]) -> Iterator[tuple[int, An
 
 
 class Launches:
-    """Kernels that run one after the other. From the second time on one call into the compiled launcher runs them."""
+    """Kernels that run one after the other. From the second time on, one call of the compiled launcher runs them."""
 
     __slots__ = ("launchers", "packed")
 
     def __init__(self, *launchers: Launcher) -> None:
         self.launchers = launchers
-        self.packed: bytes | None = None  # not tried yet; empty where the compiled launcher cannot be used
+        self.packed: bytes | None = None  # None until it is tried; empty if the compiled launcher cannot be used
 
     def __call__(self, memory: Memory, *floats: float) -> None:
         """Run the kernels on the memory's stream."""

@@ -11,15 +11,15 @@ from dcnet.ops.fused.launcher import Launcher, Place
 from dcnet.ops.fused.layout import Sizes, View, cdiv
 from dcnet.ops.fused.operands import Options, output_sizes
 
-# Of the box kernels: positions of a program, and its warps. In Triton's interpreter fewer programs are quicker.
+# positions and warps of each program of the box kernels; Triton's interpreter is faster with fewer programs
 _BLOCK, _BOX_WARPS = 512 if triton.knobs.runtime.interpret else 128, 4
-_KERNEL_BLOCK = 1024  # elements of a kernel that are read at once; fitted to its size it makes more variants
+_KERNEL_BLOCK = 1024  # elements of a kernel read at once; a block for each size would mean more variants to compile
 SHORT = 2**31 - 2**16  # what 32-bit indices reach
 Places = Mapping[str, Place | None]
 
 
 class KernelPlan:
-    """What it takes to normalize `count` kernels of `size` elements, and for the gradient of that.
+    """Makes the launchers that normalize `count` kernels of `size` elements, and those of its gradient.
 
     forward and backward: where the two passes find their operands. taps_first: write the normalized kernels as
     (size, count).
@@ -42,7 +42,7 @@ class KernelPlan:
         return Launcher(norms.normalize_backward, (self.count,), {**self._backward, "BLOCK": _KERNEL_BLOCK})
 
     def forward_and_box(self, grid: tuple[int, int], arguments: Mapping[str, Any]) -> Launcher:
-        """Return the launcher that computes patch norms too; grid: the programs of those."""
+        """Return the launcher that computes patch norms too; grid: the programs for patch norms."""
         return self._beside(norms.normalize_and_box, grid, {**self._forward, **arguments})
 
     def backward_and_box(self, grid: tuple[int, int], arguments: Mapping[str, Any], want_weight: bool) -> Launcher:
@@ -89,7 +89,7 @@ class NormPlan:
     def forward(self, at: Places, maps: int, kernels: KernelPlan) -> list[Launcher]:
         """Return the launchers for normalized kernels and patch norms.
 
-        maps: how many hold the energy of x, ½·Σ x² over channels; 0 where it is to be computed first.
+        maps: the number of energy maps of x; 0 if its energy has to be computed first.
         """
         if not self.count:
             return [kernels.forward()]

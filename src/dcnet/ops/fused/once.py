@@ -1,4 +1,4 @@
-"""Gradients computed by kernels have no derivative: asking for one raises, and never returns an incomplete number."""
+"""Gradients computed by kernels have no derivative: asking for one raises instead of returning a wrong number."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ class _Once(torch.autograd.Function):
 
 
 def once(backward: Callable[[], tuple[Any, ...]], read: Callable[[], Sequence[Tensor | None]]) -> tuple[Any, ...]:
-    """Return what `backward` returns, such that to differentiate it raises; read: the tensors that it depends on."""
+    """Return the results of `backward`; differentiating them raises. read: returns the tensors that they depend on."""
     if not torch.is_grad_enabled():  # nothing is recorded
         return backward()
     with torch.no_grad():
@@ -30,7 +30,7 @@ def once(backward: Callable[[], tuple[Any, ...]], read: Callable[[], Sequence[Te
 
 
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Return the backward of an autograd function, wrapped so that to differentiate its results raises.
+    """Return the backward of an autograd function, wrapped so that differentiating its results raises.
 
     PyTorch's `once_differentiable` connects the results to the incoming gradients only, and these may not require a
     gradient. Here the results are connected to the saved tensors too.

@@ -43,9 +43,9 @@ def forward(
 ) -> tuple[Results, Kept]:
     """Return the results, and what backward needs.
 
-    The output is act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone. keep: whether backward will run; otherwise
-    the output may overwrite the dot product, as it does where backward recovers that. in_graph: whether this is an
-    operator of a compiled graph.
+    The output is act(BatchNorm(s·h·g + b) + residual), or s·h·g + b alone. keep: whether backward will run. If not, or
+    if backward recovers the dot product from the output, the output overwrites the dot product. in_graph: whether this
+    is an operator of a compiled graph.
     """
     o, x, regions = plan.options, t.x, plan.vectors
     device, single = x.device, torch.float32
@@ -57,7 +57,7 @@ def forward(
     track, mean_momentum = (0, 0.0) if recomputing() else tracking(effects, o)
     if track and tracked is not None:
         running_norm, mean_batches = tracked.running_norm, tracked.num_batches_tracked
-    if momentum is not None and batches is None:  # the caller does not count
+    if momentum is not None and batches is None:  # nobody counts, but the kernel needs a counter
         batches = torch.zeros((), dtype=torch.int64, device=device)
 
     vectors = torch.empty(regions.size, dtype=single, device=device)
@@ -97,7 +97,7 @@ def _dot_and_norms(plan: Plan, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recompute(plan: Plan, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the dot product and the norms of a depthwise layer once more."""
+    """Compute the dot product and the norms of a depthwise layer again."""
     dot, norms = _dot_and_norms(plan, x)
     given = {"x": x, "unit": unit, "dot": dot, "norms": norms}
     plan.again(Memory(tuple(given.get(name) for name in BACKWARD)))
@@ -105,7 +105,7 @@ def recompute(plan: Plan, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean_over_ranks(norms: Tensor, total: Tensor, count: int, tracked: BatchMean | None) -> None:
-    """Write E{‖x‖} over the batches of all ranks to `total`, and the number of norms behind it.
+    """Write E{‖x‖} over the batches of all ranks to `total`, followed by the number of norms.
 
     Update the running average.
     """
@@ -147,9 +147,9 @@ def backward(
         out: the output, where a residual was added and the gradient depends on the sum (`arrived`).
         want_x: whether the gradient of x is wanted.
         want_weight: whether the gradient of the weight is wanted.
-        add: whether to add the gradient of the norms to that of the convolution. Not where the layer before passed on
-            the energy of x, since that layer adds it; nor in a compiled graph, which adds it in a pass with what
-            comes next. The kernels of a depthwise layer compute both at once, and always add.
+        add: whether to add the gradient of the norms to that of the convolution. False if the previous layer passed on
+            the energy of x, since that layer then adds it, and in a compiled graph, which fuses the addition with the
+            code that follows. The kernels of a depthwise layer compute both at once, and always add.
         e_more: another gradient of the output, to be added to e.
     """
     o, x, weight = plan.options, t.x, t.weight

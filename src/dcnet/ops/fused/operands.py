@@ -1,4 +1,4 @@
-"""The inputs of the fused operator, what forward keeps for backward, the gradients; and the slots for all of them."""
+"""The inputs of the fused operator, what forward keeps for backward, the gradients, and slots for all of these."""
 
 from ast import literal_eval
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from dcnet.util.provenance import code_hash
 
 # What multiplies ρ: nothing, a given tensor, E{‖x‖} of this batch, or of the batches of all ranks
 NO_MEAN, GIVEN, OF_BATCH, OF_RANKS = range(4)
-# What follows: no BatchNorm, BatchNorm with its running averages, BatchNorm with this batch's statistics
+# Whether BatchNorm follows: no, with its running averages, with this batch's statistics
 ALONE, AVERAGES, STATISTICS = range(3)
-PRELU, OTHER = 2, 3  # indices in ACTIVATIONS; from OTHER on, kernels get a function
-# Part of every graph: PyTorch's caches on disk know a graph by the names and arguments of its operators, and would call
-# these as an earlier version of this code wanted to be called
+PRELU, OTHER = 2, 3  # indices in ACTIVATIONS; from OTHER on, kernels get the activation as a function
+# An argument of every graph operator. PyTorch caches graphs by operator names and arguments; without this hash a new
+# version would load a graph compiled for an old one.
 CODE = code_hash(Path(__file__).parent)
 
 
 class Options(NamedTuple):
-    """What stays the same for a layer at its place in a network."""
+    """The settings of a layer, which stay the same from call to call."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -40,12 +40,12 @@ class Options(NamedTuple):
     norm_eps: float
     activation: int  # which of ACTIVATIONS
     leaves: bool  # whether to return the energy of the output
-    recovers: bool  # whether the output overwrites the dot product, and backward recovers that from it
+    recovers: bool  # whether the output overwrites the dot product, which backward recovers from the output
     operator: Operator
 
 
 def known_to_cpp(o: Options) -> bool:
-    """Tell whether C++ does all that a layer with these options needs; otherwise op.py does."""
+    """Tell whether C++ supports these options; otherwise op.py runs the layer."""
     return bool(o.stride) and o.mean_kind != OF_RANKS and o.operator.weighting != "separate"
 
 
@@ -64,7 +64,7 @@ def _parsed(text: str) -> Options:
 def as_options(text: str, eps: float, norm_eps: float) -> Options:
     """Return the options that `as_arguments` turned into these arguments.
 
-    A graph knows formulas by name; another formula may have been registered by that name since.
+    A graph stores formulas by name, and another formula may have been registered by that name since.
     """
     options = _parsed(text)
     h, g = options.operator.magnitude, options.operator.angular
@@ -149,7 +149,7 @@ class Effects(NamedTuple):
 
     tracked: BatchMean | None = None  # the running average of E{‖x‖}
     momentum: float | None = None  # BatchNorm's averages, with this momentum
-    batches: Tensor | None = None  # and its number of batches
+    batches: Tensor | None = None  # BatchNorm's count of batches
 
 
 def tracking(effects: Effects, o: Options) -> tuple[int, float]:
@@ -185,7 +185,7 @@ def vector_regions(kernels: int, o: Options) -> Regions:
         w_norm=kernels,
         norm=6 * kernels if o.follows else 0,  # BatchNorm's mean, variance, rstd, scale, shift and center
         factor=kernels if o.operator.weighting == "separate" else 0,  # α·h₁(‖w‖)
-        # E{‖x‖}, and over all ranks the number of norms behind it
+        # E{‖x‖}, then the number of norms of all ranks (with OF_RANKS)
         mean=o.groups + 1 if o.mean_kind in (OF_BATCH, OF_RANKS) else 0,
     )
 
@@ -197,10 +197,10 @@ class Gradients(NamedTuple):
     """
 
     x: Tensor | None
-    products: Tensor | None  # of x's energy, (N, groups, …); x times it is a part of the gradient of x, added or not
+    products: Tensor | None  # of x's energy, (N, groups, …); times x, a part of the gradient of x, added yet or not
     weight: Tensor | None
     vectors: Tensor  # of the small vectors; `gradient_regions` says where
-    mean: Tensor | None  # of a given E{‖x‖}: (groups, parts), whose sum over parts it is
+    mean: Tensor | None  # of a given E{‖x‖}: (groups, parts), to be summed over parts
     residual: Tensor | None  # if it is not the incoming gradient itself
 
 
@@ -233,7 +233,7 @@ def wanted_output(out: Tensor, t: Operands, o: Options) -> Tensor | None:
 def arrived(
     e: Tensor | None, of_left: Tensor | None, out: Tensor | None, dot: Tensor, o: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the incoming gradient of the output, zeros if there is none; and the output, if backward depends on it."""
+    """Return the gradient of the output (zeros if there is none), and the output if backward depends on it."""
     depends = o.activation != 0 or of_left is not None
     return torch.zeros_like(dot) if e is None else e, out if depends else None
 
@@ -241,7 +241,7 @@ def arrived(
 def operand_gradients(
     gradients: Gradients, e: Tensor, regions: Regions, t: Operands, o: Options, wanted: Sequence[bool], maps: int
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients in the order of `Operands`, None for those not wanted; maps: how many hold x's energy."""
+    """Return the gradients in the order of `Operands`, None for those not wanted; maps: number of energy maps of x."""
     want = Operands(*wanted)  # type: ignore[arg-type]
     views = regions.views(gradients.vectors)
 

@@ -1,7 +1,7 @@
 """Plans: sizes and launchers, which stay the same between calls with operands of the same kinds.
 
-In a training step Python once took more time than the kernels. So everything that can be computed ahead is computed
-once, when a combination of shapes, memory orders, dtypes and options is first seen.
+Otherwise Python would take more time than the kernels. So everything that can be prepared is computed once, when a
+combination of shapes, memory orders, dtypes and options is first seen.
 """
 
 import math
@@ -57,7 +57,7 @@ class Plan:
         self.options, self.operator, self.groups = o, o.operator, o.groups
         self.kernels, self.stride, self.has_output = dot.shape[1], dot.stride(), dot.numel() > 0
         self.has = {name: tensor is not None for name, tensor in zip(Operands._fields, t, strict=True)}
-        self.maps = 0 if t.energy is None else t.energy.shape[0]  # how many hold the energy of x
+        self.maps = 0 if t.energy is None else t.energy.shape[0]  # number of energy maps of x
         self.vectors = vector_regions(self.kernels, o)
         self.of_vectors = gradient_regions(t, o)
         sizes = (t.x.shape, t.x.stride(), t.weight.shape[2:], o)
@@ -65,7 +65,7 @@ class Plan:
         self.norms = DepthwisePlan(*sizes, t.x.device) if self.depthwise else NormPlan(*sizes)
         self.tiles = Tiles(dot, self.has, self.norms, o)
         self._launchers(t)
-        # For what its kernels have been compiled: forward with backward to follow or without, and `backward` by key
+        # passes already compiled: forward (with or without gradient), and backward by key
         self.used: set[bool | tuple[bool, ...]] = set()
         self._epilogues: dict[tuple[int, bool], Launches] = {}
         self._backwards: dict[tuple[bool, ...], Backward] = {}
@@ -75,8 +75,8 @@ class Plan:
     def _launchers(self, t: Operands) -> None:
         """Make the launchers that do not depend on the pass."""
         o, ahead, back = self.options, places_of(FORWARD), places_of(BACKWARD)
-        # The gradient of ‖w‖: as factor or gain it comes first among those of the vectors; with "separate" it is
-        # computed from them.
+        # ‖w‖ is the factor or the gain, whose gradient is the first of those of the vectors. With "separate", the
+        # gradient of ‖w‖ is computed from that.
         separate = self.operator.weighting == "separate"
         e_norm = (back["of_w_norm"] if separate else back["of_vectors"]) if self.operator.weighting else None
         self.weights = KernelPlan(
@@ -105,7 +105,7 @@ class Plan:
         self.again = Launches(*self.norms.windows(again)) if isinstance(self.norms, DepthwisePlan) else Launches()
 
     def ordered(self, dot: Tensor) -> Tensor:
-        """Return a tensor of the output's shape in the memory order of this plan, copied only if it has another."""
+        """Return a tensor of the output's shape in the memory order of this plan, copied only if it differs."""
         if dot.stride() == self.stride:
             return dot
         return torch.empty_strided(dot.shape, self.stride, dtype=dot.dtype, device=dot.device).copy_(dot)
@@ -260,7 +260,7 @@ class Plan:
 
     def _vector_gradients(self, arguments: dict[str, Any], sums: Place, grad_mean: Place, gradients: Place) -> Launcher:
         """Return the launcher for the gradients of the vectors and of E{‖x‖}, computed from the programs' sums."""
-        groups = 1 if self.depthwise else self.groups  # there, each program has several of them
+        groups = 1 if self.depthwise else self.groups  # a program of a depthwise layer has several groups
         programs = self.tiles.gradients.programs
         sizes = {"programs": programs, "K": self.kernels // groups, "channels": self.kernels}
         blocks = {"BR": 128, "BC": CHANNELS}
@@ -272,7 +272,7 @@ class Plan:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """The shape of the factor of x in the gradient: that of x, with groups in place of channels."""
+        """The shape of t, where x·t is a part of the gradient of x: that of x with groups instead of channels."""
         return (self.norms.shape[0], self.groups, *self.norms.shape[2:])
 
 
@@ -280,7 +280,7 @@ _PLANS: dict[Any, Plan] = {}
 
 
 def plan_of(t: Operands, o: Options, dot: Tensor | None = None) -> Plan:
-    """Return the plan for operands of these kinds, made once; dot: the dot product, if it is there already."""
+    """Return the plan for operands of these kinds, made once; dot: the dot product, if it is computed already."""
     x, weight = t.x, t.weight
     kinds = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in t]
     key = (o, x.shape, x.stride(), weight.shape, weight.stride(), 0 if t.energy is None else t.energy.shape[0], *kinds)
@@ -289,7 +289,7 @@ def plan_of(t: Operands, o: Options, dot: Tensor | None = None) -> Plan:
         for tensor, name in zip(t, Operands._fields, strict=True):
             if tensor is not None and tensor.device != x.device:  # kernels would read that address on the wrong device
                 raise ValueError(f"the input is on {x.device}, but its {name} is on {tensor.device}")
-        if dot is None:  # the result is not used, but only a convolution knows the memory order of its results
+        if dot is None:  # only a convolution tells the memory order of its results; its values are not used
             dot = dense(convolution(x, torch.empty_like(weight, dtype=x.dtype), o))
             if is_depthwise(x, weight, o.groups):  # as its own kernels write it
                 dot = dot.new_empty_strided(dot.shape, channels_last_strides(dot.shape))

@@ -19,7 +19,7 @@ from dcnet.ops.inputs import RADIUS_FLOOR
 class Division(NamedTuple):
     """How a pass divides an output."""
 
-    programs: int  # that share the tiles of a block of kernels; as many leave a row of sums
+    programs: int  # programs per block of kernels; each writes one row of sums
     positions: int  # of a tile
     warps: int  # of a program
     stages: int  # how many tiles a program loads ahead
@@ -29,9 +29,9 @@ class Division(NamedTuple):
 # Large tiles are for passes over 16-bit maps whose values fit into registers.
 _SMALL = (3, 2048, 4, 3)
 _LARGE = (2, 4096, 4, 3)
-_READING = (2, 4096, 4, 4)  # a pass that writes nothing but sums
-_ALONE = (1, 8192, 8, 3)  # one that has nothing to do with sums
-_SUMMED = 4096  # how many numbers of other programs are added at once; fitted to their number it makes more variants
+_READING = (2, 4096, 4, 4)  # for a pass that only writes sums
+_ALONE = (1, 8192, 8, 3)  # for a pass that neither reads nor writes sums
+_SUMMED = 4096  # numbers of other programs added at once; fitted to their count, there would be more variants
 CHANNELS = 16  # for each program of `vector_gradients`
 
 
@@ -41,11 +41,11 @@ def mean_parts(kernels: int) -> int:
 
 
 class Tiles:
-    """The division of an output in the memory order of `dot`; has: which operands are there."""
+    """The division of an output in the memory order of `dot`; has: which operands are given."""
 
     def __init__(self, dot: Tensor, has: dict[str, bool], norms: NormPlan, o: Options) -> None:
         operator, kernels, depthwise = o.operator, dot.shape[1], norms.depthwise
-        groups = 1 if depthwise else o.groups  # there, a tile is of several groups
+        groups = 1 if depthwise else o.groups  # a tile of a depthwise layer has several groups
         self.view = view = View(dot.shape, dot.stride(), groups)
         self.device = dot.device
         self.kernel_blocks = 1 if depthwise else cdiv(view.kernels, view.kernel_block)  # of a group's kernels
@@ -78,7 +78,7 @@ class Tiles:
         self.radius_row = sum(rows[:1]) if has["radius"] else -1
         self.mean_parts = mean_parts(kernels // o.groups)
         large = _LARGE if half else _SMALL
-        alone = half and o.follows != STATISTICS and not depthwise  # the norms of depthwise layers fill the memory
+        alone = half and o.follows != STATISTICS and not depthwise  # depthwise layers load as many norms
         self.reduced = 3 if o.activation == PRELU else 2  # sums of the reduction
         self.statistics = self._divide(*(_READING if half else _SMALL))
         self.output = self._divide(*(_ALONE if alone else large))

@@ -29,7 +29,7 @@ __all__ = [
     "where",
 ]
 
-# Whether instructions of NVIDIA's devices can be named; Triton's interpreter knows none of them
+# whether NVIDIA's instructions (PTX) can be used; Triton's interpreter has none
 PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 
@@ -37,8 +37,8 @@ PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interp
 def bfloat16(x):
     """Return x rounded to bfloat16.
 
-    Two numbers are converted at once. One by one, as the compiler does it where the rounded number is used further,
-    goes through the unit for exp2 and rsqrt, which is the slowest.
+    One instruction converts two numbers. Where the rounded number is used again, the compiler would convert one at a
+    time, on the unit for exp2 and rsqrt, which is the slowest.
     """
     if PTX:
         result = tl.inline_asm_elementwise(
@@ -51,7 +51,7 @@ def bfloat16(x):
 
 @triton.jit
 def reciprocal(x):
-    """Return 1/x, exact for powers of two: one instruction, where a division is four."""
+    """Return 1/x, exact for powers of two, in one instruction; a division takes four."""
     if PTX:
         result = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

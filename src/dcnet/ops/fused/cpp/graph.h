@@ -1,5 +1,5 @@
-// The operators of compiled graphs, which library.py defines: run here for plans that Python has handed over, else in
-// Python.
+// The operators of compiled graphs, which library.py defines. They run here for plans that Python has registered, else
+// in Python.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace dcnet {
 using torch::jit::Stack;
 using Values = at::ArrayRef<c10::IValue>;
 
-// By what `graph_key` says; separately for forward and backward, which know different operands. With the GIL.
+// Plans by `graph_key`, separately for forward and backward, which get different operands. Used with the GIL.
 inline std::unordered_map<std::string, std::shared_ptr<Plan>> graph_plans;
 
 constexpr size_t EFFECTS = 7, OPTIONS = 3;  // how many arguments; library.py spells them
@@ -42,7 +42,8 @@ inline void add_kinds(std::string& key, const Operands& t) {
   }
 }
 
-inline std::string graph_key(bool backward, const std::string& options, double eps, double norm_eps, const Operands& t) {
+inline std::string graph_key(
+    bool backward, const std::string& options, double eps, double norm_eps, const Operands& t) {
   std::string key(backward ? "backward" : "forward");
   key.reserve(1024);
   key += options;
@@ -80,7 +81,7 @@ inline py::object as_python(const c10::IValue& value) {
   return py::none();
 }
 
-// Let library.py do it; it hands its plan over for the next time.
+// Let library.py compute; it registers its plan for the next time.
 inline void in_python(const Held& function, size_t count, Stack& stack) {
   std::vector<Tensor> results;
   {
@@ -95,7 +96,7 @@ inline void in_python(const Held& function, size_t count, Stack& stack) {
   for (auto& result : results) torch::jit::push(stack, std::move(result));
 }
 
-// Take the effects out of the arguments, and BatchNorm's averages, which are among them where they move.
+// Take the effects out of the arguments, and BatchNorm's averages too: where they are updated, they are among these.
 inline bool read_effects(Values values, Operands& t, Effects& effects) {
   bool usual = read(values[0], effects.running_norm) && read(values[1], effects.mean_batches);
   if (effects.running_norm.defined()) effects.track = values[2].isNone() ? 2 : 1;
@@ -121,7 +122,7 @@ void forward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   if (usual) {
     py::gil_scoped_acquire gil;
     plan = graph_plan(false, values.slice(count - OPTIONS), t);
-    // activation checkpointing runs forward again inside a backward pass: it has been counted
+    // activation checkpointing runs forward again inside a backward pass: this batch has been counted
     if (plan && (!plan->of_batch || torch::autograd::get_current_graph_task_id() != -1)) effects.track = 0;
     if (plan) epilogue = plan->epilogue(effects.track, effects.moves);
   }
@@ -152,13 +153,13 @@ inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   for (size_t i = 0; i < kept; i++) usual = read(values[BEFORE + OPERANDS + i], saved[i], true) && usual;
   key.behind = saved[OUT].defined();
   key.energy = of_left.defined();
-  key.again = false;  // a graph keeps them
+  key.again = false;  // a graph keeps the dot product and the norms
   std::shared_ptr<Plan> plan;
   if (usual) {
     py::gil_scoped_acquire gil;
     plan = graph_plan(true, values.slice(count - OPTIONS), t);
   }
-  // a graph adds the gradient of the norms itself, in a pass with what comes next
+  // a graph adds the gradient of the norms itself, in a pass with the code that follows
   key.add = !key.want_x || (plan && plan->depthwise);
   const Backward* kernels = plan ? plan->backward(key) : nullptr;
   if (kernels == nullptr) return in_python(given->graph_backward, count, *stack);
@@ -168,7 +169,7 @@ inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   const auto floats = saved[VECTORS].options(), maps = e.options();
   Gradients found = gradients(*plan, *kernels, key, e, e_more, of_left, saved, /*keep_e=*/false);
   if (found.mean.defined()) found.mean = found.mean.clone();  // it is a part of a large buffer
-  auto there = [](const Tensor& gradient, const at::TensorOptions& options) {  // operators return no None
+  auto there = [](const Tensor& gradient, const at::TensorOptions& options) {  // operators cannot return None
     return gradient.defined() ? gradient : at::empty({0}, options);
   };
   torch::jit::drop(*stack, count);
@@ -176,7 +177,7 @@ inline void backward_in_graph(const c10::OperatorHandle&, Stack* stack) {
   torch::jit::push(*stack, found.vectors, there(found.mean, floats), there(found.residual, maps));
 }
 
-// Run library.py's operators here from now on. Python's own implementations stay, for other devices.
+// Run library.py's operators here from now on. The Python implementations stay, for other devices.
 inline void register_in_graph() {
   static std::vector<std::unique_ptr<torch::Library>> libraries;  // registered as long as they live
   if (!libraries.empty()) return;

@@ -10,9 +10,9 @@
 namespace dcnet {
 
 std::unordered_map<std::string, std::shared_ptr<Plan>> plans;  // with the GIL
-constexpr size_t MOST_PLANS = 4096;  // many may be of shapes that never come again
+constexpr size_t MOST_PLANS = 4096;  // many may be for shapes that never come again
 
-// Take a tensor out of a Python object, None for an undefined one; return whether kernels can run on it.
+// Take a tensor out of a Python object; None leaves it undefined. Return whether kernels can run on it.
 bool read(PyObject* object, Tensor& tensor, bool any_order = false) {
   if (object == Py_None) return true;
   if (!THPVariable_CheckExact(object)) return false;  // a subclass may compute something else
@@ -21,8 +21,7 @@ bool read(PyObject* object, Tensor& tensor, bool any_order = false) {
   return aligned(tensor) && (any_order || tensor.is_contiguous());
 }
 
-// Return what a plan is found by, as `plan_of` does: options, which are one object for all that are equal, and the kinds
-// of operands.
+// Return the key of a plan, as in `plan_of`: the options (one object for all equal ones), and the kinds of operands.
 std::string key_of(PyObject* options, const Operands& t) {
   std::string key;
   key.reserve(512);
@@ -44,7 +43,7 @@ bool read_effects(PyObject* tuple, const Plan& plan, Effects& effects) {
   effects.moves = momentum != Py_None;
   if (effects.moves) effects.momentum = static_cast<float>(PyFloat_AsDouble(momentum));
   if (!read(PyTuple_GET_ITEM(tuple, 2), effects.batches)) return false;
-  // activation checkpointing runs forward again inside a backward pass: it has been counted
+  // activation checkpointing runs forward again inside a backward pass: this batch has been counted
   bool again = torch::autograd::get_current_graph_task_id() != -1;
   if (plan.of_batch && tracked != Py_None && PyTuple_GET_ITEM(tracked, 0) != Py_None && !again) {
     PyObject* of_mean = PyTuple_GET_ITEM(tracked, 2);
@@ -57,8 +56,8 @@ bool read_effects(PyObject* tuple, const Plan& plan, Effects& effects) {
   return true;
 }
 
-// Tell whether somebody watches operations (a dispatch mode, torch.jit.trace), transforms them (torch.func), or
-// differentiates forward: for them there are other ways.
+// Tell whether operations are watched (by a dispatch mode or torch.jit.trace), transformed (by torch.func), or
+// differentiated in forward mode. Other code handles these cases.
 bool watched() {
   using c10::DispatchKey;
   static const c10::DispatchKeySet watchers({DispatchKey::Tracer, DispatchKey::FuncTorchDynamicLayerFrontMode});
@@ -101,7 +100,7 @@ void learn(py::object options, py::object operands, py::object plan, const py::d
   Operands t;
   if (!read_operands(operands.ptr(), t)) return;
   std::string key = key_of(options.ptr(), t);
-  if (plans.count(key)) return;  // and declined for another reason
+  if (plans.count(key)) return;  // known, but `run` declined for another reason
   if (plans.size() >= MOST_PLANS) plans.clear();
   plans.emplace(std::move(key), std::make_shared<Plan>(std::move(plan), std::move(options), numbers));
 }

@@ -14,7 +14,7 @@ using torch::autograd::variable_list;
 
 inline std::atomic<int64_t> forwards{0}, backwards{0}, backwards_in_python{0};
 
-inline bool aligned(const Tensor& tensor) {  // kernels are compiled for pointers that are
+inline bool aligned(const Tensor& tensor) {  // kernels are compiled for aligned pointers
   return !tensor.defined() || reinterpret_cast<uint64_t>(tensor.data_ptr()) % 16 == 0;
 }
 
@@ -28,7 +28,7 @@ struct DecoupledBackward : torch::autograd::Node {
     for (size_t i = 0; i < SAVED; i++) saved[i] = torch::autograd::SavedVariable(tensors[i], /*is_output=*/i == OUT);
   }
 
-  // The engine says so before `apply` if nobody will need the saved tensors again.
+  // The engine calls this before `apply` if nobody will need the saved tensors again.
   void will_release_variables() override { last_ = true; }
 
   void release_variables() override {
@@ -41,7 +41,7 @@ struct DecoupledBackward : torch::autograd::Node {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       for (size_t i = 0; i < SAVED; i++) tensors[i] = saved[i].unpack(i == OUT ? getptr() : decltype(getptr())());
-      if (last_) saved[DOT].reset_data();  // `gradients` lets go of it halfway
+      if (last_) saved[DOT].reset_data();  // `gradients` frees it halfway
     }
     if (plan->recovers) std::swap(tensors[DOT], tensors[OUT]);
     std::array<bool, OPERANDS> wanted;
@@ -68,8 +68,8 @@ struct DecoupledBackward : torch::autograd::Node {
  private:
   bool last_ = false;
 
-  // Compute the gradients by op.py: the kernels are not packed yet, a tensor is not aligned, or the gradients are to be
-  // differentiated, which raises when it is tried.
+  // Compute the gradients by op.py. It is called when the kernels are not packed yet, when a tensor is not aligned, and
+  // with create_graph=True, since differentiating the gradients has to raise.
   variable_list in_python(
       const Tensor& e, const Tensor& of_left, const SavedTensors& tensors, const std::array<bool, OPERANDS>& wanted) {
     backwards_in_python++;
@@ -96,7 +96,7 @@ auto make_node() {
   }
 }
 
-// Return the output, and the energy that is left, undefined where there is none.
+// Return the output and its energy, undefined if there is none.
 inline std::pair<Tensor, Tensor> decoupled(
     const std::shared_ptr<Plan>& plan, const Kernels& epilogue, const Operands& t, const Effects& effects) {
   forwards++;

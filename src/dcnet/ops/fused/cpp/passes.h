@@ -1,4 +1,4 @@
-// Forward and backward of a decoupled convolution: what op.py does, for the usual layer.
+// Forward and backward of a decoupled convolution: what op.py does, for common layers.
 
 #pragma once
 
@@ -21,7 +21,7 @@ namespace dcnet {
 using Operands = std::array<Tensor, OPERANDS>;
 using SavedTensors = std::array<Tensor, SAVED>;
 
-// Autograd records nothing in here, and autocast has nothing to do: x and the kernels have its dtype already.
+// Autograd records nothing inside, and autocast is off: x and the kernels already have its dtype.
 struct BelowAutograd {
   c10::AutoGradMode no_grad{false};
   at::AutoDispatchBelowAutograd below;
@@ -93,7 +93,7 @@ struct Effects {
   Tensor running_norm, mean_batches, batches;
 };
 
-// Return what is saved for backward, with the output, and the energy that is left.
+// Return what is saved for backward, including the output, and the output's energy.
 inline std::pair<SavedTensors, Tensor> forward(
     const Plan& plan, const Kernels& epilogue, const Operands& t, const Effects& effects, bool keep) {
   BelowAutograd guard;
@@ -133,8 +133,8 @@ struct Gradients {
   Tensor x, products, weight, vectors, mean, residual;
 };
 
-// The incoming gradient and the dot product are let go before the convolution's backward pass needs memory, as a plain
-// network does between one node and the next. keep_e: the residual's gradient is the incoming one.
+// The incoming gradient and the dot product are freed before the convolution's backward pass needs memory, as a plain
+// network does between two nodes. keep_e: the residual's gradient is the incoming one.
 inline Gradients gradients(
     const Plan& plan, const Backward& kernels, const BackwardKey& key, Tensor e, Tensor e_more, Tensor of_left,
     SavedTensors& saved, bool keep_e) {

@@ -34,7 +34,7 @@ constexpr size_t saved_as(Operand name) { return size_t{KEPT} + size_t{name}; }
 constexpr size_t SLOTS = 40;  // at most, of a call's memory
 constexpr std::array READ_BY_BACKWARD = {X, WEIGHT, BIAS, RADIUS, MEAN_NORM, LEARNED, SLOPE};
 
-// A reference to a Python object that may be dropped in any thread, and after the interpreter is gone.
+// A reference to a Python object that may be dropped in any thread, even after the interpreter has ended.
 class Held {
  public:
   Held() = default;
@@ -53,7 +53,7 @@ class Held {
   PyObject* object_ = nullptr;
 };
 
-// Call a Python function; its error goes on as PyTorch's engine and its bindings expect it.
+// Call a Python function; throw its error in the form that PyTorch's engine and bindings expect.
 template <class... Arguments>
 py::object call(const Held& function, Arguments&&... arguments) {
   try {
@@ -142,7 +142,7 @@ class Plan {
     auto& found = epilogues_[2 * track + moves];
     if (!found) {
       py::object kernels = call(given->epilogue, plan_.get(), track, moves);
-      // another thread may have been here while Python ran
+      // another thread may have set it while Python ran
       if (!kernels.is_none() && !found) found = std::make_unique<Kernels>(kernels);
     }
     return found.get();
@@ -155,13 +155,14 @@ class Plan {
     if (found != nullptr) return found;
     py::gil_scoped_acquire gil;
     py::object made = call(
-        given->backward, plan_.get(), key.again, key.behind, key.energy, key.add, key.want_x, key.want_weight, key.more);
+        given->backward, plan_.get(), key.again, key.behind, key.energy, key.add, key.want_x, key.want_weight,
+        key.more);
     if (made.is_none()) return nullptr;
     auto parts = made.cast<py::tuple>();
     auto fresh = std::make_unique<Backward>(
         Backward{Kernels(parts[0]), Kernels(parts[1]), Kernels(parts[2]), parts[3].cast<int64_t>()});
     if (place.compare_exchange_strong(found, fresh.get(), std::memory_order_acq_rel)) found = fresh.release();
-    return found;  // another thread's, if it was quicker
+    return found;  // another thread's, if that was faster
   }
 
   ~Plan() {
@@ -178,7 +179,7 @@ class Plan {
   const int64_t maps, vectors;
   const Sizes norms;
   const int64_t scratch;
-  const Sizes left, out, out_stride, positions;  // left: no sizes where no energy is left
+  const Sizes left, out, out_stride, positions;  // left: of the output's energy; empty if there is none
   const int64_t of_vectors;
   const Region of_mean;  // the gradient of a given E{‖x‖} in backward's scratch; empty if none was given
   std::array<Region, OPERANDS> gradients;  // of the small vectors

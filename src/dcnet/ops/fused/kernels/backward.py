@@ -19,7 +19,7 @@ from dcnet.ops.fused.kernels.common import (
 from dcnet.ops.fused.kernels.statistics import normalization_gradient
 
 
-@triton.jit(do_not_specialize=["units", "norm_parts"])  # fewer variants to compile; UNIT says what counts
+@triton.jit(do_not_specialize=["units", "norm_parts"])  # fewer variants to compile; UNIT is enough
 def backward(
     d_ptr, n_ptr, e_ptr, e_more, e_energy, out_ptr, grad_d, grad_residual, radius, bias, learned, slope, factor, gain,
     mean, norm, grad_n, norm_sums, norm_gradients, sums, count, batch, groups, units, P, norm_parts,
@@ -40,7 +40,7 @@ def backward(
     RECOVERS: d_ptr holds the output, a ReLU's, instead of the dot product; where it is 0 no gradient passes, elsewhere
     cos θ follows from it.
 
-    There are SUMS rows of sums, in this order, without those not wanted: factor, gain, radius, bias, and the learned
+    There are SUMS rows of sums, of those that are wanted, in this order: factor, gain, radius, bias, and the learned
     parameters, whose slopes are results number H_SLOPES and G_SLOPES of the formulas. With REDUCE the rows are e,
     e·(y − center), and the gradient of PReLU's slope.
     """

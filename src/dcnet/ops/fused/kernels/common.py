@@ -8,7 +8,7 @@ Programs take the tiles in turn. Each program keeps its sums over positions elem
 writes them as one row. The kernel that needs the sums adds up the rows itself before its own work (`total`), which
 saves a launch. There are no atomics, so every run gives the same result.
 
-An absent operand is None, which the compiler knows: what depends on it is not compiled.
+An absent operand is None, a constant: code that depends on it is not compiled.
 """
 
 import triton
@@ -21,7 +21,7 @@ from dcnet.ops.fused.triton_math16 import bfloat16
 def positions(block, total, D, H, W, LONG: tl.constexpr, BP: tl.constexpr):
     """Return image, depth, row and column of a block of positions, and which of them exist.
 
-    LONG is for 64-bit indices, whose division is slow. Any division is: these are as few as it takes.
+    LONG is for 64-bit indices. Integer division is slow, so this uses as few as possible.
     """
     if LONG:
         block = block.to(tl.int64)
@@ -70,7 +70,7 @@ def offsets_in_tile(p, k, K, P, groups, CHANNELS_LAST: tl.constexpr):
 @triton.jit
 def place_of_tile(tile, batch, blocks):
     """Return which image of the batch a tile belongs to, with 64 bits, and which block of positions it is."""
-    if batch == 1:  # the compiler knows, and a division is as much work as two elements
+    if batch == 1:  # decided when it is compiled; a division is as much work as two elements
         b = tl.zeros((), tl.int64)
         block = tile
     else:
@@ -101,7 +101,7 @@ def norms_at(n_ptr, at_n, in_p, at, inside, DEPTHWISE: tl.constexpr):
 
 @triton.jit
 def rounded(x, like):
-    """Return x as the elements that a pointer points to: as it is stored."""
+    """Return x in the element type of the pointer `like`, as it is stored."""
     if like.dtype.element_ty == tl.bfloat16:
         result = bfloat16(x)
     else:
@@ -146,7 +146,7 @@ def patch_radius(radius, mean, RADIUS: tl.constexpr, FLOOR: tl.constexpr, MEAN: 
     rho = rho_of(radius, RADIUS, FLOOR, k, inside)
     if MEAN:
         rho = rho * mean
-        rho = tl.where(rho > 0.0, rho, 1.0)  # without eps a group of zeros only has E = 0: any radius will do
+        rho = tl.where(rho > 0.0, rho, 1.0)  # without eps, E = 0 for a group of zeros; any radius will do there
     return rho
 
 

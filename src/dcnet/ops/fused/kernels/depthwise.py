@@ -63,8 +63,8 @@ def sum_columns(
 ):  # fmt: skip
     """Write the sums of `of_norms` over depth and height, for every row of x and every column of the output.
 
-    It is the gradient of the norms, divided by them. If there is a gradient of E{‖x‖}, every norm gets a `share` of it.
-    `total` is batch·ID·IH·OW.
+    `of_norms` is the gradient of the norms, divided by the norms. If there is a gradient of E{‖x‖}, every norm gets a
+    `share` of it. `total` is batch·ID·IH·OW.
     """
     C = units * UNIT
     c = tl.program_id(1) * BC + tl.arange(0, BC)

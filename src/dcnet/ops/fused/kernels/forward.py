@@ -19,7 +19,7 @@ from dcnet.ops.fused.kernels.common import (
 from dcnet.ops.fused.kernels.statistics import mean_norm, mean_norms, normalization
 
 
-@triton.jit(do_not_specialize=["units", "mean_parts", "norm_parts"])  # fewer variants to compile; UNIT says what counts
+@triton.jit(do_not_specialize=["units", "mean_parts", "norm_parts"])  # fewer variants to compile; UNIT is enough
 def forward(
     d_ptr, n_ptr, y_ptr, energy_ptr, residual_ptr, radius, bias, learned, slope, gamma, beta, running_mean,
     running_var, norm_batches, running_norm, mean_batches, factor, gain, mean, norm, sums, norm_sums, norm_momentum,

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from dcnet.ops.fused.kernels.common import positions
 
-MAPS = tl.constexpr(2)  # that are read at once, so that their loads do not wait for each other
-# Numbers of which Triton need not know whether they are 1 or divisible by 16: fewer variants to compile
+MAPS = tl.constexpr(2)  # read at once, so that their loads do not wait for each other
+# Arguments Triton must not specialize on (by whether they are 1 or divisible by 16): fewer variants to compile
 _ANY = ("maps", "rows", "total", "kernel_programs", "means", "K", "IH", "IW", "OH", "OW", "PH", "PW")
 
 
@@ -93,7 +93,7 @@ def normalize_and_box(
 ):  # fmt: skip
     """Normalize the K kernels, in the first `kernel_programs` of each group, and compute patch norms in the others.
 
-    The two have nothing to do with each other; together they are one launch.
+    The two are independent; doing both here saves a launch.
 
     Patch norms are n = sqrt(2·Σ over the window of q + eps) for one group. n is (batch, groups, OD, OH, OW), q is
     (batch, groups, ID, IH, IW). q is the sum of `maps` maps of `rows` elements each. `total` is batch·positions. LONG
@@ -152,15 +152,15 @@ def normalize_and_box_backward(
 
     w_ptr is None where the weight needs no gradient.
 
-    That of patch norms is t = Σ of e/n over the windows that hold a position: the gradient of ½·Σ x². That of x is
-    x·t. e is the sum of `maps` maps of `rows` elements each, plus the `share` that every norm gets of the gradient of
-    E{‖x‖}, which is itself a sum of `means` numbers.
+    For patch norms, write t = Σ of e/n over the windows that contain a position. It is the gradient of ½·Σ x², so x·t
+    is the gradient of x. e is the sum of `maps` maps of `rows` elements each, plus the `share` that every norm gets of
+    the gradient of E{‖x‖}, which is itself a sum of `means` numbers.
     """
     g = tl.program_id(1)
     pid = tl.program_id(0) - kernel_programs
     if pid < 0:
         k = tl.program_id(0) * groups + g
-        if w_ptr is not None:  # which the compiler decides, not the program
+        if w_ptr is not None:  # decided when it is compiled, unlike `k < K`
             if k < K:
                 normalize_kernel_backward(k, w_ptr, e_unit_ptr, grad_ptr, w_norm_ptr, e_norm_ptr, D, KERNEL_BLOCK)
     else:

@@ -85,7 +85,7 @@ def mean_norms(
 
 @triton.jit
 def count_batch(mean, batches, groups, BLOCK: tl.constexpr):
-    """Count this batch if E{‖x‖} of all its groups is finite; for several groups, whose programs cannot tell."""
+    """Count this batch if E{‖x‖} of all groups is finite, which a program of one group alone cannot tell."""
     finite = 0
     for first in range(0, groups, BLOCK):
         g = first + tl.arange(0, BLOCK)
