@@ -38,7 +38,7 @@ def test_eager_is_within_the_error_rule(magnitude, angular, weighting, dtype, ca
     assert_within_rule(run(case, tensors, magnitude, angular, weighting, "eager"), reference, exact)
 
 
-# Several pieces, but few enough positions for the rule: the weight gradient of F.conv2d itself is off by 10 ulp over 4
+# Several chunks, but few enough positions for the rule: the weight gradient of F.conv2d itself is off by 10 ulp over 4
 # × 32².
 LARGE = Case(2, (4, 16, 10, 10), (64, 8, 3, 3), True, (("padding", 1), ("groups", 2)))
 

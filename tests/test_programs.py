@@ -41,7 +41,7 @@ def test_results_are_right_and_inputs_as_they_were(keep, once):
     y, grad_x = torch.empty(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
     kept = [torch.empty(FULL, dtype=torch.float64) for _ in range(pair.kept)]
     ahead, behind = pair.forward(*same.values()), pair.backward(*same.values())
-    for _ in range(2):  # what is made ready is there for every piece
+    for _ in range(2):  # what is made ready is there for every chunk
         (total,) = ahead(y, *kept, *inputs.values())
         (of_row,) = behind(grad_x, *kept, *inputs.values(), *later.values())
         torch.testing.assert_close((y, total), forward(**x, **row))
@@ -78,7 +78,7 @@ def test_what_is_the_same_for_every_piece_is_computed_once():
         x, y = torch.randn(FULL, dtype=torch.float64), torch.empty(FULL, dtype=torch.float64)
         (tripled,) = program(y, x)
         torch.testing.assert_close((y, tripled), (x * expected + expected, expected))
-        tripled.zero_()  # the caller's own: the next piece is none the worse
+        tripled.zero_()  # the caller's own: the next chunk does not change
 
 
 def test_what_is_read_later_or_handed_out_is_not_written_over():
@@ -131,7 +131,7 @@ def test_what_is_kept_stays():
 
 
 def run_of(program):
-    """The module behind the pass over a piece."""
+    """The module behind the pass over a chunk."""
     return inspect.getclosurevars(program).nonlocals["run"].__self__
 
 
@@ -295,7 +295,7 @@ def register_awkward():
 
     @dcnet.magnitude
     def clamped(n, rho):
-        """‖x‖·max(ρ, 0.1): a clamp before the first piece"""
+        """‖x‖·max(ρ, 0.1): a clamp before the first chunk"""
         r = m.maximum(rho, 0.1)
         return n * r, r, n * m.step(rho - 0.1)
 
@@ -336,7 +336,7 @@ def register_awkward():
 )
 def test_awkward_formulas(magnitude, angular, monkeypatch):
     register_awkward()
-    monkeypatch.setattr("dcnet.ops.cpu.chunks.CHUNK", 100)  # several pieces
+    monkeypatch.setattr("dcnet.ops.cpu.chunks.CHUNK", 100)  # several chunks
     torch.manual_seed(0)
     eager = dcnet.DecoupledConv2d(
         3, 5, 3, padding=1, bias=True, magnitude=magnitude, angular=angular, impl="eager"

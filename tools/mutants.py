@@ -293,7 +293,7 @@ MUTANTS = [
         "test_programs.py",
     ),
     Mutant(
-        "epilogue: a piece beyond the clamp left as it is",
+        "epilogue: a chunk beyond the clamp left as it is",
         "ops/cpu/passes.py",
         "                program(*parts)\n",
         "",
@@ -321,7 +321,7 @@ MUTANTS = [
         "test_tanh_interpolation.py",
     ),
     Mutant(
-        "programs: a result of all pieces handed out",
+        "programs: a result of all chunks handed out",
         "ops/cpu/record.py",
         ' or copy.op == "placeholder")',
         ")",

@@ -1,6 +1,6 @@
 """The steps of decoupling as autograd functions with hand-derived gradients: few passes over memory, little kept.
 
-For tensors with numbers in them, on any device, and tuned for a CPU; second derivatives are right.
+They need tensors that hold data, on any device, and are tuned for a CPU. Second derivatives are correct.
 """
 
 from dcnet.ops.cpu.autograd import AutogradFunctions

@@ -20,7 +20,7 @@ from dcnet.util.compat import is_grads_batched, unprepared_apply, wanted_gradien
 
 
 class AutogradFunctions(Composite):
-    """`impl="eager"` where nothing, such as a compiler, has to look into an autograd function."""
+    """`impl="eager"` where nothing, such as a compiler, has to follow the operations."""
 
     def decouple(self, inputs: Inputs) -> Tensor:
         y = native_layer.decouple(inputs, super().decouple)
@@ -37,7 +37,7 @@ class AutogradFunctions(Composite):
             return y
         unit, w_norm = self.unit_kernel(inputs.weight, inputs.eps)
         stand_in, norm_map, mean = depthwise.patch_norms(inputs)
-        # Means are all that the radii depend on. Over several ranks, they have to know how many norms there are.
+        # The radii depend on the norms' means only. Over several ranks, they also depend on the number of norms.
         over_ranks = isinstance(inputs.mean_norm, BatchMean) and inputs.mean_norm.sync
         vectors = self.vectors(inputs, w_norm, norm_map if over_ranks else mean)
         return depthwise.epilogue(inputs, stand_in, norm_map, unit, w_norm, vectors, relu)
@@ -114,8 +114,8 @@ class _SumOfSquares(torch.autograd.Function):
 class _DotAndSquares(torch.autograd.Function):
     """Computes a convolution, and Σx² over each group's channels; adds both parts of the gradient of x in one pass.
 
-    It is called with w and ‖w‖ besides the normalized kernels. They are kept anyway, so the normalized kernels need not
-    be: backward makes them again.
+    It also gets w and ‖w‖, which are kept anyway. From these, backward computes the normalized kernels again instead of
+    keeping them.
     """
 
     @staticmethod
@@ -125,7 +125,7 @@ class _DotAndSquares(torch.autograd.Function):
         ctx.geometry, ctx.eps = geometry, eps
         ctx.save_for_backward(x, weight, w_norm)
         dot, squares = convolve(x, unit, None, geometry), _squares(x, geometry.groups)
-        if not ctx.needs_input_grad[0]:  # they do not depend on the kernel
+        if not ctx.needs_input_grad[0]:  # the squares depend on x only
             ctx.mark_non_differentiable(squares)
         return dot, squares
 
@@ -145,5 +145,5 @@ class _DotAndSquares(torch.autograd.Function):
         return grad_x, grad_unit, None, None, None, None
 
 
-# function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
+# safe because `dispatch.eager` sends function transforms elsewhere
 _unit_kernel, _dot_and_squares = unprepared_apply(_UnitKernel), unprepared_apply(_DotAndSquares)

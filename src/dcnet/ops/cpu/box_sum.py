@@ -45,10 +45,10 @@ class Windows(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def windows_of(geometry: Geometry, sizes: torch.Size) -> tuple[Windows, ...]:
-    """Return the windows along each dimension of maps of these sizes, which zeros surround.
+    """Return the windows along each dimension of maps of these sizes, with zeros around them.
 
-    Zeros add nothing, so none are written; with a large dilation a padded map would be much larger than the map itself.
-    Maps that are padded in another way have to come with their padding.
+    Zeros add nothing, so none are written: with a large dilation a padded map would be much larger than the map. Maps
+    with another padding mode must include their padding.
     """
     padding = geometry.padding if geometry.padding_mode == "zeros" else ((0, 0),) * geometry.dims
     return tuple(
@@ -60,9 +60,9 @@ def windows_of(geometry: Geometry, sizes: torch.Size) -> tuple[Windows, ...]:
 
 
 def window_sums(maps: Tensor, windows: tuple[Windows, ...], transposed: bool) -> Tensor:
-    """Return the sum over every window, or, transposed, for every place the sum over the windows that hold it.
+    """Return the sum over every window, or transposed: for every place, the sum over the windows that contain it.
 
-    One dimension at a time, in the memory format of the maps; not for autograd.
+    It sums one dimension at a time, and keeps the memory format of the maps. Autograd cannot follow it.
     """
     order = memory_format(maps)
     for dim, (along, (first, rest)) in enumerate(zip(windows, _sums(windows, transposed), strict=True), 2):
@@ -84,16 +84,16 @@ Place = tuple[slice, ...]
 
 @lru_cache(maxsize=1024)
 def _sums(windows: tuple[Windows, ...], transposed: bool) -> list[tuple[Place | None, list[tuple[Place, Place]]]]:
-    """Return for each dimension what is read first, for all places, and then where to add what, in order."""
+    """Return, for each dimension, which slice to copy first (None: start at 0), and then where to add which slices."""
     found = []
     for i, along in enumerate(windows):
         lead = (slice(None),) * (2 + i)
         length = along.inputs if transposed else along.outputs
-        # in the order of what is read, so that a sum and its transpose add up alike
+        # in the order in which places are read, so that a sum and its transpose add in the same order
         pairs = (
             [(places, of) for of, places in reversed(list(along.overlaps()))] if transposed else list(along.overlaps())
         )
-        # the first two summands can change places without a difference
+        # swapping the first two summands changes nothing
         whole = [j for j, (written, _) in enumerate(pairs[:2]) if written.indices(length) == (0, length, 1)]
         first = (*lead, pairs.pop(whole[0])[1]) if whole else None
         found.append((first, [((*lead, written), (*lead, read)) for written, read in pairs]))
@@ -101,7 +101,7 @@ def _sums(windows: tuple[Windows, ...], transposed: bool) -> list[tuple[Place | 
 
 
 def memory_format(maps: Tensor) -> torch.memory_format:
-    """Return the format of maps: channels last if they are only that, else the usual one."""
+    """Return the format of maps: channels last if they are not contiguous as well, else the contiguous one."""
     if not maps.is_contiguous():
         for order in (torch.channels_last, torch.channels_last_3d):
             if maps.dim() == (4 if order is torch.channels_last else 5) and maps.is_contiguous(memory_format=order):
@@ -123,7 +123,7 @@ class _BoxSum(torch.autograd.Function):
 
 
 def differentiable_sums(maps: Tensor, windows: tuple[Windows, ...], transposed: bool) -> Tensor:
-    """Return what `window_sums` does, for autograd, and for batches of gradients, which no buffer can hold."""
+    """Return what `window_sums` does, for autograd, and for batched gradients, which cannot be written to a buffer."""
     if is_grads_batched(maps):
         return _placed_sums(maps, windows, transposed)
     return _BoxSum.apply(maps, windows, transposed)
@@ -138,7 +138,7 @@ def _placed_sums(maps: Tensor, windows: tuple[Windows, ...], transposed: bool) -
         for of_windows, of_places in along.overlaps():
             read, written = (of_windows, of_places) if transposed else (of_places, of_windows)
             whole = read.start == 0 and read.stop == maps.shape[dim] and read.step in (None, 1)
-            values, step = maps if whole else maps[*lead, read], written.step or 1  # batches have no rule for an alias
+            values, step = maps if whole else maps[*lead, read], written.step or 1  # a batch cannot be aliased
             if step > 1:  # zeros in between
                 zeros = [torch.zeros_like(values)] * (step - 1)
                 values = torch.stack([values, *zeros], dim + 1).flatten(dim, dim + 1)

@@ -26,9 +26,9 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def row_slices(x: Tensor, elements: int, least: int) -> list[slice]:
-    """Return slices along the first dimension of x, all alike, with about that many elements for each thread.
+    """Return slices along the first dimension of x, of equal length, with about `elements` elements for each thread.
 
-    There are at least as many slices as `least`, or rows.
+    There are about `least` slices at least, though never more than rows.
     """
     count = min(x.shape[0], max(least, round(x.numel() / (elements * torch.get_num_threads()))))
     rows = -(-x.shape[0] // count)
@@ -50,11 +50,11 @@ _kept = _Kept()
 
 
 def scratch(count: int, chunk: Sequence[Tensor]) -> list[Tensor]:
-    """Return buffers in the size of the largest tensor of a chunk, in the dtype that takes most memory.
+    """Return `count` buffers with the shape of the largest tensor of a chunk, in its widest dtype.
 
-    What is in them is lost when the same thread asks again. Where possible it is the same memory each time: the C
-    library gives memory of this size back to the operating system, and a page that is new takes longer to fetch than
-    what is computed in it.
+    The next call in the same thread overwrites them. Where possible they are the same memory each time: the C library
+    returns memory of this size to the operating system, and fetching a new page takes longer than the computation that
+    fills it.
     """
     if count == 0:
         return []

@@ -1,10 +1,10 @@
-"""Convolutions with one channel a group, which keep little for backward beyond their input.
+"""Convolutions with one channel per group, which keep little more than their input for backward.
 
-Every channel has a norm map of its own there, as large as the output, while the convolution itself is cheap. So
-backward convolves again, a few images at a time, and, where the kernels are large, computes the norms again. What lies
-in between never takes memory for the whole batch.
+Each channel has a norm map of its own, as large as the output, while the convolution itself is cheap. So backward
+convolves again, a few images at a time. It also computes the norms again, except where `_keeps_norms` says otherwise.
+Intermediate results never take memory for the whole batch.
 
-There are two autograd functions, since the mean of all norms, E{‖x‖}, is needed in between:
+There are two autograd functions, since the mean of all norms, E{‖x‖}, is needed between them:
 
     x → ‖x‖, and a stand-in for x
     the stand-in, ‖x‖, normalized kernels, vectors → y
@@ -33,11 +33,11 @@ from dcnet.ops.operator import Operator
 from dcnet.util.compat import is_grads_batched, unprepared_apply, wanted_gradients
 
 _CHUNK = 131072  # elements for each thread
-_CHUNKS = 4  # at least: eight maps of a chunk are there at once
+_CHUNKS = 4  # at least, since eight maps of a chunk exist at once
 
 
 def applies(inputs: Inputs) -> bool:
-    """Tell whether these functions can compute this, and are made for it."""
+    """Tell whether these functions are meant for this layer, and can compute it."""
     x, geometry = inputs.x, inputs.geometry
     one_channel = geometry.groups > 1 and inputs.weight.shape[1] == 1 and geometry.symmetric_padding is not None
     return one_channel and x.device.type == "cpu" and type(x) is Tensor and x.numel() > 0
@@ -82,10 +82,9 @@ def _ones(groups: int, kernel_size: tuple[int, ...]) -> Tensor:
 
 
 class _Sums:
-    """Sums over the windows of maps, and, transposed, over the windows that hold a place; not for autograd.
+    """Sums over the windows of maps, and, transposed, over the windows that contain a place; not for autograd.
 
-    By a convolution with ones, which takes half the time that slices take on small maps, where it is as fast as it can
-    be and has all digits.
+    Use a convolution with ones where it is exact and fast (half the time of slices on small maps), else slices.
     """
 
     def __init__(self, geometry: Geometry, x: Tensor) -> None:
@@ -167,7 +166,7 @@ def _differentiable_norms(x: Tensor, windows: tuple[Windows, ...], eps: float) -
 
 
 class _Depthwise(torch.autograd.Function):
-    """Computes y from the norms, the normalized kernels and the vectors; keeps x, w and ‖w‖, which are there anyway."""
+    """Computes y from the norms, the normalized kernels and the vectors; keeps x, w and ‖w‖, which exist anyway."""
 
     @staticmethod
     def forward(
@@ -261,7 +260,7 @@ class _Depthwise(torch.autograd.Function):
         return *(None,) * 7, of_x, of_n, of_unit, *of_vectors
 
 
-# function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
+# safe because `dispatch.eager` sends function transforms elsewhere
 _apply_norms, _apply_depthwise = unprepared_apply(_PatchNorms), unprepared_apply(_Depthwise)
 
 

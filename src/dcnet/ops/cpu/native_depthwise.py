@@ -1,9 +1,9 @@
-"""Depthwise layers as one compiled pass forward and one backward, which keep nothing but their input.
+"""Depthwise layers as one compiled pass forward and one backward, which keep no maps but their input.
 
-What `depthwise.py` does with PyTorch's operations, a few images at a time, is done here in C (`native/depthwise.c`)
-with a channel at a time: dot products, norms and what the operator makes of them stay in the cache. Norms are computed
-wherever they are needed, so that no map of them exists, and E{‖x‖} of the batch, by which radii may be multiplied, is
-the mean of a channel's norms, so that it needs no pass of its own.
+`depthwise.py` uses PyTorch's operations and takes a few images at a time. Here C (`native/depthwise.c`) takes one
+channel at a time: dot products, norms and results stay in the cache. Norms are computed wherever they are needed; no
+map of them exists. E{‖x‖} of the batch, which may multiply radii, is the mean of a channel's norms, and needs no extra
+pass.
 """
 
 from functools import lru_cache
@@ -31,9 +31,9 @@ from dcnet.util.compat import is_grads_batched, operations_watched, unprepared_a
 
 
 def decouple(inputs: Inputs, relu: bool, steps: Composite) -> Tensor | None:
-    """Return h(‖w‖, ‖x‖)·g(θ) of a depthwise layer, as `Composite.map` does; None where that is not for C.
+    """Return h(‖w‖, ‖x‖)·g(θ) of a depthwise layer, as `Composite.map` does; None if C cannot compute it.
 
-    steps: has the functions for ‖w‖, and for s, t, ρ, b and the learned parameters.
+    steps: the implementation that computes ‖w‖, and s, t, ρ, b and the learned parameters.
     """
     if not _applies(inputs):
         return None
@@ -44,7 +44,7 @@ def decouple(inputs: Inputs, relu: bool, steps: Composite) -> Tensor | None:
         return None
     relative = isinstance(mean_norm, BatchMean) and inputs.radius is not None
     nothing = x.new_empty(0)
-    # the pass itself normalizes kernels and multiplies by means; any norms do where nothing depends on them
+    # The pass itself normalizes kernels and multiplies radii by means; placeholder norms suffice where they are unused
     w_norm = nothing if inputs.operator.weighting is None else steps.unit_kernel(inputs.weight, inputs.eps)[1]
     given = steps.vectors(inputs._replace(mean_norm=None) if relative else inputs, w_norm, nothing)
     y, means = _apply_depthwise(program, inputs, relu, relative, x, inputs.weight, *given)
@@ -57,7 +57,7 @@ def _applies(inputs: Inputs) -> bool:
     x, mean = inputs.x, inputs.mean_norm
     if not depthwise.applies(inputs) or inputs.geometry.dims > 2 or not can_run(x.numel()):
         return False
-    if isinstance(mean, BatchMean) and mean.sync:  # means over several ranks are made of the norms themselves
+    if isinstance(mean, BatchMean) and mean.sync:  # a mean over several ranks needs the norms themselves
         return False
     given = [x, inputs.weight, inputs.bias, *inputs.learned.values()]
     plain = all(t is None or (t.dtype == torch.float32 and type(t) in (Tensor, nn.Parameter)) for t in given)
@@ -68,7 +68,7 @@ def _applies(inputs: Inputs) -> bool:
 def _compiled(operator: Operator, relu: bool, radius: bool, bias: bool, lanes: bool) -> Depthwise | None:
     weighting = operator.weighting
     there = (weighting in ("linear", "separate"), weighting == "joint", radius, bias, *[True] * len(operator.learned))
-    wanted = (True, True, *there)  # a sum more costs little, a second compilation a second
+    wanted = (True, True, *there)  # an extra sum is cheap; recompiling takes a second
     try:
         kind = Kind(operator, relu, 4, there, wanted, True, True, True, False)
         rows = rows_in_c(kind, norm_of_each=True, vector_of_each=False, single=True, lanes=lanes)
@@ -159,5 +159,5 @@ def _differentiable(
     return [of_x, of_weight, *of_vectors]
 
 
-# function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
+# safe because `dispatch.eager` sends function transforms elsewhere
 _apply_depthwise = unprepared_apply(_Depthwise)

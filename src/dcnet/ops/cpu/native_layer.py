@@ -1,8 +1,8 @@
-"""Layers on contiguous maps as one autograd function: a convolution, and compiled passes for all the rest.
+"""Layers on contiguous maps as one autograd function: a convolution, and compiled passes for the rest.
 
-On small maps a layer takes as long as it has operations. So all but the convolution is two calls of C forward and three
-backward: kernels, norms, radii and their gradients (`native/layer.c`), and h·g (`native/epilogue.c`). What is seldom
-asked for is left to the functions in `autograd.py`.
+On small maps, the time of a layer depends on its number of operations. So everything except the convolution takes two
+calls of C forward and three backward: kernels, norms, radii and their gradients (`native/layer.c`), and h·g
+(`native/epilogue.c`). Rare cases are left to the functions in `autograd.py`.
 """
 
 import math
@@ -41,7 +41,7 @@ Decouple = Callable[[Inputs], Tensor]
 
 
 class Plan(NamedTuple):
-    """What a layer knows before it sees numbers."""
+    """What shapes and settings tell about a layer."""
 
     geometry: Geometry
     operator: Operator
@@ -65,7 +65,7 @@ class Programs(NamedTuple):
 def _plan(
     geometry: Geometry, x: torch.Size, weight: torch.Size, operator: Operator, relu: bool, radius: bool, bias: bool
 ) -> Plan | None:
-    """Return the plan for these shapes; None where compiled passes are not for such a layer."""
+    """Return the plan for these shapes; None if the compiled passes do not support such a layer."""
     weighting, g = operator.weighting, geometry
     if operator.is_inner_product or weighting == "separate" or g.dims > 2 or g.symmetric_padding is None:
         return None
@@ -79,7 +79,7 @@ def _plan(
 
 
 def decouple(inputs: Inputs, otherwise: Decouple) -> Tensor | None:
-    """Return what `Composite.decouple` does; None where that is not for C.
+    """Return what `Composite.decouple` does; None if C cannot compute it.
 
     otherwise: computes the same by functions whose gradients can be differentiated.
     """
@@ -93,7 +93,7 @@ def decouple(inputs: Inputs, otherwise: Decouple) -> Tensor | None:
     rho = inputs.radius.raw if isinstance(inputs.radius, LearnedRadius) else inputs.radius
     mean = None if rho is None else inputs.mean_norm
     vectors = [inputs.bias, *(inputs.learned[name] for name in operator.learned)]
-    # maps of one channel or one position may lie in memory as channels_last has it, and yet be contiguous
+    # maps with one channel or one position can have the strides of channels_last and still be contiguous
     if not _plain([x, weight, rho, *vectors]) or (x.stride(), weight.stride()) != plan.strides:
         return None
     if not _usable(mean) or depthwise.applies(inputs) or operations_watched() or autocast(x):
@@ -121,25 +121,25 @@ def _plain(tensors: Sequence[Tensor | None]) -> bool:
 
 def _usable(mean: "Tensor | BatchMean | None") -> bool:
     """Tell whether C can use, or compute, this E{‖x‖}."""
-    if isinstance(mean, BatchMean):  # over several ranks it is made of the norms themselves
+    if isinstance(mean, BatchMean):  # a mean over several ranks needs the norms themselves
         averages = mean.running_norm, mean.num_batches_tracked
         return not mean.sync and _plain(averages) and not any(t is not None and t.is_inference() for t in averages)
     return mean is None or (_plain([mean]) and not mean.requires_grad)
 
 
 def _average(mean: BatchMean) -> Average | None:
-    """Return the running average that is to move, if there is one and this forward is no recomputation."""
+    """Return the running average to update, if there is one and this forward pass is not a recomputation."""
     running, batches, momentum, _ = mean
     if running is None or batches is None or recomputing():
         return None
-    increment_version([running, batches])  # as operations in place do
+    increment_version([running, batches])  # as in-place operations do
     return Average(running, batches, -1.0 if momentum is None else momentum)
 
 
 class _Layer(torch.autograd.Function):
-    """Computes y from x, w, ρ (or what it is made of), b and the learned parameters.
+    """Computes y from x, w, ρ (or its raw parameter), b and the learned parameters.
 
-    It keeps x, the dot products and norms, w and ‖w‖. The normalized kernels are made again by backward.
+    It keeps x, the dot products and norms, w and ‖w‖. Backward computes the normalized kernels again.
     """
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _places(plan: Plan, numbers: Tensor, vectors: Sequence[Tensor | None]) -> Any:
-    """Return where the vectors of h·g lie that are there: s, t, ρ, b and the learned parameters."""
+    """Return the addresses of the given vectors of h·g: of s, t, ρ, b and the learned parameters."""
     start, kernels = numbers.data_ptr(), (numbers.shape[0] - plan.geometry.groups) // 2
     places = [start, start, start + 4 * kernels, *(None if v is None else v.data_ptr() for v in vectors)]
     return pointers([place for place, there in zip(places, plan.there, strict=True) if there])
@@ -209,7 +209,7 @@ def _differentiable(
     plan, radius, graph = ctx.plan, ctx.radius, torch.is_grad_enabled()
     given, wanted = [x, weight, rho, *vectors], ctx.needs_input_grad[6:]
     with torch.enable_grad():
-        # views, behind which the gradient does not go: x may be computed from the same weight
+        # views, at which the gradient stops: x may itself depend on the weight
         views = [t.view_as(t) if t is not None and want else t for t, want in zip(given, wanted, strict=True)]
         x, weight, rho, bias, *learned = views  # type: ignore[assignment]
         inputs = Inputs(
@@ -230,5 +230,5 @@ def _differentiable(
     return [next(found) if view is not None and want else None for view, want in zip(views, wanted, strict=True)]
 
 
-# function transforms, for which `apply` prepares, go another way (`dispatch.eager`)
+# safe because `dispatch.eager` sends function transforms elsewhere
 _apply_layer = unprepared_apply(_Layer)

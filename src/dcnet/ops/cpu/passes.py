@@ -116,7 +116,7 @@ class _Epilogue(torch.autograd.Function):
             never_zero(eps, n.dtype),
             d.numel() < FEWEST,
         )
-        on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may hold no numbers
+        on_cpu = d.device.type == "cpu" and type(d) is Tensor  # a subclass may hold no data
         ctx.compiled = _compiled_for(kind, d, n, given) if on_cpu else None
         if ctx.compiled is not None:
             y = torch.empty_like(d)
@@ -125,7 +125,7 @@ class _Epilogue(torch.autograd.Function):
             ctx.save_for_backward(d, n, y if relu else None, *vectors)
             return y
         keep = on_cpu and differentiable and any(wanted)
-        clamped = not on_cpu  # whether |d/n| may be ≥ 1 somewhere; to ask another device is to wait for it
+        clamped = not on_cpu  # whether |d/n| may be ≥ 1 somewhere; another device would have to be waited for
         programs = programs_of(kind, clamped, keep)
         program, count = programs.forward(*given), programs.kept
         y, *kept = (torch.empty_like(d, dtype=dtype) for dtype in (d.dtype, *[n.dtype] * count))
@@ -176,7 +176,7 @@ _apply_epilogue = unprepared_apply(_Epilogue)
 
 
 def _compiled_for(kind: Kind, d: Tensor, n: Tensor, given: list[Tensor]) -> Epilogue | None:
-    """Return the compiled passes, None where PyTorch's operations are to compute."""
+    """Return the compiled passes, or None if PyTorch's operations have to compute."""
     plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (d, n, *given))
     if not plain or not can_run(d.numel()) or operations_watched():
         return None
@@ -185,8 +185,8 @@ def _compiled_for(kind: Kind, d: Tensor, n: Tensor, given: list[Tensor]) -> Epil
 
 @lru_cache(maxsize=256)
 def compiled_passes(operator: Operator, relu: bool, layout: str, there: tuple[bool, ...]) -> Epilogue | None:
-    """Return the compiled passes, None where they cannot be C. there: which vectors are given."""
-    # all gradients: a sum more costs little, a second compilation half a second
+    """Return the compiled passes, or None if they cannot be written in C. there: which vectors are given."""
+    # All gradients: an extra sum is cheap; recompiling takes 0.5 s
     kind = Kind(operator, relu, 4, there, (True, True, *there), True, False, True, False)
     try:
         return compiled_epilogue(rows_in_c(kind, layout != "kernels", layout != "positions"), layout)
@@ -215,7 +215,7 @@ def programs_of(kind: Kind, clamped: bool, keep: bool) -> Pair:
 
 
 def computations(kind: Kind, clamped: bool) -> tuple[Any, Any]:
-    """Return the functions to record: of the value and, without a clamp, the extremes of d/n; and of the gradients."""
+    """Return two functions to record: for the value (and the extremes of d/n without a clamp), and for gradients."""
 
     def forward(d: Any, n: Any, one_over_n: Any, **vectors: Any) -> tuple[Any, ...]:
         c = _cosine(d, one_over_n, clamped)
@@ -230,7 +230,7 @@ def computations(kind: Kind, clamped: bool) -> tuple[Any, Any]:
 
 
 def rows_in_c(kind: Kind, norm_of_each: bool, vector_of_each: bool, **options: bool) -> str:
-    """Return the value and the gradients as C; see `row_functions`, which raises `NotInC` where that cannot be."""
+    """Return the value and the gradients as C; see `row_functions`, which raises `NotInC` if that is impossible."""
     forward, backward = computations(kind, True)
     vectors = {f"vector_{number}": there for number, there in enumerate(kind.there)}
     return row_functions(forward, backward, vectors, kind.relu, norm_of_each, vector_of_each, **options)
@@ -244,7 +244,7 @@ def _cosine(d: Any, one_over_n: Any, clamped: bool = True) -> Any:
 def gradients(kind: Kind, clamped: bool, d: Any, n: Any, one_over_n: Any, *rest: Any) -> tuple[Any, ...]:
     """Return the gradients of (d, n, factor, gain, radius, bias, *learned), None for those not wanted.
 
-    The top of this file has the formulas. clamped: whether cos θ may be clamped somewhere, where no gradient passes.
+    The top of this file has the formulas. clamped: whether cos θ may be clamped somewhere; no gradient passes there.
     The last two arguments are the output if it is that of a ReLU, else None, and the incoming gradient.
     """
     factor, gain, radius, _, *learned, y, e = rest

@@ -1,4 +1,4 @@
-"""Decide where results of a recorded graph are written: to the caller's memory, over others, or to scratch memory."""
+"""Decide where results of a recorded graph go: to the caller's memory, over other results, or to scratch memory."""
 
 import operator
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _COMMUTATIVE = (operator.mul, operator.add)
 
 
 def _subtract_from(number: float, tensor: Tensor, out: Tensor) -> Tensor:
-    return torch.sub(torch.scalar_tensor(number, dtype=out.dtype), tensor, out=out)  # torch.sub takes no number first
+    return torch.sub(torch.scalar_tensor(number, dtype=out.dtype), tensor, out=out)  # torch.sub needs a tensor first
 
 
 # operation (a function, or a method by its name) -> the method that works in place, and the function that takes out=
@@ -35,7 +35,7 @@ _VARIANTS: dict[Any, tuple[str, Callable[..., Any]]] = {
 def write_to(graph: fx.Graph, node: fx.Node, place: fx.Node, direct: bool, wanted: set[fx.Node]) -> None:
     """Make a node write its result to a place, directly where possible, otherwise by a copy.
 
-    What the node is computed from is written there first, if nothing else reads it.
+    The results that lead to this one are written to the same place before, as long as nothing else reads them.
     """
 
     def can_be(node: Any) -> bool:
@@ -89,9 +89,9 @@ def write_over(graph: fx.Graph) -> None:
 
 
 def write_to_scratch(graph: fx.Graph) -> int:
-    """Make operations write what lies in between to buffers, which come last among the parameters; return how many."""
+    """Make operations write intermediate results to buffers, which become the last parameters; return their number."""
     order = {node: number for number, node in enumerate(graph.nodes)}
-    owner: dict[fx.Node, fx.Node] = {}  # of results in place: the node whose memory it is
+    owner: dict[fx.Node, fx.Node] = {}  # the node whose memory holds the result
     for node in graph.nodes:
         if node.op == "call_method" and str(node.target).endswith("_"):
             owner[node] = owner[node.args[0]]

@@ -1,14 +1,14 @@
 """Record a forward and a backward pass over the same tensors once, and compile them into lean programs.
 
-What a decoupled network adds to a training step on a CPU is passes over memory. So the computation is recorded with
+On a CPU, a decoupled network mainly adds passes over memory to a training step. So the computation is recorded with
 torch.fx, value and gradients in one graph, and the graph is improved:
 
-- what is computed twice is computed once, and what no result needs is not computed;
+- repeated computations are done once, and those that no result needs are removed;
 - in products, small factors (one for each position, or for each kernel) come last, and after sums where possible;
 - tanh of a product of small factors is left to `tanh_interpolation.py`;
 - the forward pass keeps the results of slow functions (tanh takes as long as twenty products) for the backward pass;
 - a result that is not read again is overwritten, and the last operation writes directly to the caller's tensor;
-- what lies in between goes to memory that stays, not to memory that is fetched from the operating system each time.
+- intermediate results go to memory that is kept, instead of memory that the operating system provides each time.
 """
 
 import operator
@@ -23,8 +23,8 @@ from dcnet.ops.cpu.placement import write_over, write_to, write_to_scratch
 from dcnet.ops.cpu.rewriting import note_sizes, simplify, small_factors_last, tanh_of_products
 from dcnet.ops.cpu.tanh_interpolation import tanh_of_product
 
-# Slower than writing their results to memory and reading them again (benchmarks/NOTES.md). asin is not: it takes half
-# the time of tanh. Nor is `tanh_of_product`, except for a few results, which take little memory.
+# Functions slower than storing and loading their results (benchmarks/NOTES.md). asin is not: it takes half the time of
+# tanh. `tanh_of_product` is only slower for few results, which take little memory.
 _SLOW = (torch.tanh, operator.pow)
 _SLOW_IF_FEW = (*_SLOW, tanh_of_product)
 
@@ -34,8 +34,8 @@ Pass = Callable[..., tuple[Any, ...]]  # over one chunk
 class Pair(NamedTuple):
     """The two programs that `record` returns.
 
-    Call a program with the tensors that are the same for every chunk. It computes at once what depends on nothing else,
-    and returns a function: the pass over one chunk.
+    Call a program with the tensors that are the same for every chunk. It computes what depends on these alone, and
+    returns the pass over one chunk as a function.
 
     Parameters come in the order of `record`'s, without those that are None.
     """
@@ -77,7 +77,7 @@ def record(
         direct: whether the caller's tensors have the dtype of the arithmetic.
         once: example tensors that are the same for every chunk.
         inverses: the names of two inputs whose product is 1.
-        few: whether the results are fewer than tanh is interpolated for.
+        few: whether there are too few results to interpolate tanh.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
@@ -115,7 +115,7 @@ def record(
 
 
 def _needed(results: Iterable[Any], given: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return every node on a way from the given nodes to the results, both included."""
+    """Return every node on a path from the given nodes to the results, both included."""
     needed: set[fx.Node] = set()
     waiting = [result for result in results if isinstance(result, fx.Node)]
     stop = set(given)

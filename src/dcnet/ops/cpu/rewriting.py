@@ -85,7 +85,7 @@ def small_factors_last(graph: fx.Graph, inverses: tuple[str, str] | None) -> Non
         return value
 
     def gathered(factors: Iterable[Any]) -> list[Any]:
-        """Return fewer factors with the same product: factors of one size are multiplied; numbers join one of them."""
+        """Return fewer factors with the same product: one for each size, which also takes the numbers."""
         alike: dict[torch.Size, list[fx.Node]] = {}
         constant = 1.0
         left = list(factors)

@@ -45,7 +45,7 @@ class Points:
         None where tanh itself is as fast, or where no points can be chosen.
         """
         q = self.q
-        # another device or a subclass has no numbers at hand, another dtype has other digits
+        # another device or a subclass may have no data to read; another dtype has another precision
         if q.device.type != "cpu" or q.dtype != torch.float32 or type(q) is not Tensor:
             return None
         u = q.detach().reshape(q.shape[:2]).double().log().numpy()
@@ -60,7 +60,7 @@ class Points:
         if 2 * count > q.shape[1]:
             return None
         z, weights = _chebyshev(count)
-        # Lagrange's polynomials in their barycentric form; a kernel that lies at a point takes all from that point
+        # Lagrange's polynomials in barycentric form; a kernel exactly at a point takes its value from that point alone
         apart = ((u - middle) / np.maximum(half, 1e-30))[..., None] - z
         shares = weights / np.where(apart == 0.0, 1e-300, apart)
         shares /= shares.sum(-1, keepdims=True)
@@ -109,5 +109,5 @@ def tanh_of_product(n: Tensor, points: Points, out: Tensor | None = None) -> Ten
 
 
 def _exact_products() -> bool:
-    """Tell whether matrix products have all digits of float32, as they do unless PyTorch is told otherwise."""
+    """Tell whether matrix products have full float32 precision, which is PyTorch's default."""
     return torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]

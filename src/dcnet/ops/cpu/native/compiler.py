@@ -1,8 +1,8 @@
 """Compile C with the system's compiler, once for each text, and keep the result in the user's cache folder.
 
-The compiler is $CC, else cc, gcc or clang. What is compiled lies in `cache_folder()/native`, one file for each text,
-compiler, set of options and CPU. `DCNET_NATIVE=0` in the environment switches all of it off: the PyTorch passes then
-compute everything. So they do where there is no compiler, and, after one warning, where a compilation fails.
+The compiler is $CC, else cc, gcc or clang. Compiled libraries are in `cache_folder()/native`, one file for each text,
+compiler, set of options and CPU. `DCNET_NATIVE=0` in the environment switches this off. Then PyTorch's operations
+compute everything, as they also do without a compiler, and, after one warning, if a compilation fails.
 """
 
 import ctypes
@@ -22,18 +22,18 @@ import torch
 
 from dcnet.util.cache import SWITCH, cache_folder, made_once, native_code
 
-# No option that lets the compiler assume that there is no NaN. Rounding modes and floating-point exceptions, which it
-# may forget about, are nothing that PyTorch's operations keep either.
+# No option lets the compiler assume that there is no NaN. It may ignore rounding modes and floating-point exceptions,
+# as PyTorch's operations do.
 _OPTIONS = [
     *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fopenmp-simd", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 ]
-# The first that the compiler takes. Vectors of 32 bytes, as the C files have them by hand, also where a CPU has longer
-# ones: rows are short, and what is left over at their end is computed number by number.
+# The first set that the compiler accepts is used. Vectors have 32 bytes even where a CPU has longer ones: rows are
+# short, and the rest at the end of a row is computed number by number.
 _FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=256"), ("-march=native",), ("-mcpu=native",), ())
 
-# Numbers in a map. For fewer, PyTorch's operations are used: the choice depends on nothing but the call, so that the
-# same call gives the same result every time, and what is tried once on a small tensor waits for no compiler.
+# Numbers in a map; PyTorch's operations compute smaller maps. The choice depends on the call alone, so that the same
+# call gives the same result every time, and trying a layer on a small tensor does not have to wait for a compiler.
 FEWEST = 4096
 
 
@@ -48,7 +48,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 @cache
 def parallel() -> int | None:
-    """Return the address of GOMP_parallel in the OpenMP library that PyTorch has loaded, None where it has another."""
+    """Return the address of GOMP_parallel in PyTorch's OpenMP library; None if that is another library."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError, TypeError):
@@ -98,7 +98,7 @@ def _load(source: str) -> ctypes.CDLL:
         text, made = workshop / f"{name}.c", workshop / f"{name}.so"
         text.write_text(source, encoding="utf-8")
         _run_compiler(compiler, text, made)
-        os.replace(text, folder / text.name)  # to be read beside the library
+        os.replace(text, folder / text.name)  # so that the source can be read beside the library
         return made
 
     return ctypes.CDLL(str(made_once(folder, f"{name}.so", make)))
@@ -122,7 +122,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 @cache
 def _cpu() -> str:
-    """Return what tells this CPU's instructions from another's: a home directory may be shared by machines."""
+    """Return what identifies this CPU's instructions, since several machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-/* A depthwise layer: dot products, norms and what the operator makes of them, stack by stack of planes.
+/* A depthwise layer: dot products, norms and the operator's results, one stack of planes after the other.
  *
- * A piece of work is a channel, all images one after the other: sums over images have the same order for any number of
- * threads, and the mean of the channel's norms, with which radii may be relative, is known in the middle of a piece.
+ * A chunk of work is a channel, all images one after the other: sums over images have the same order for any number of
+ * threads, and the mean of the channel's norms, with which radii may be relative, is known in the middle of a chunk.
  *
  * Before this text come elementary.h, parallel.h, vectors.h, kernels.h, planes.h, rows.h, spread.h, and what source.py
  * writes: forward_row, backward_row, and how many VECTORS and SUMS they have. */
@@ -33,7 +33,7 @@ static void take_weights(const struct call *c, const struct memory *m, long kern
     for (long t = 0; t < l->taps; t++) m->weights[t] = w[c->taps.number[t]] * inverse;
 }
 
-/* The numbers of a kernel. A radius is relative to the channel's mean norm; where that is 0, any will do. */
+/* The vectors' numbers for a kernel. A radius is relative to the channel's mean norm; if that is 0, any will do. */
 static void take_vectors(const struct call *c, long channel, long kernel, float *values) {
     for (int j = 0; j < VECTORS; j++) values[j] = c->vectors[j][kernel];
     if (c->radius < 0) return;
@@ -48,14 +48,14 @@ static void take_x(const struct call *c, const struct memory *m, long channel, l
     copy_stack(l, from, in_pitch(l), images_in(l, stack), m->x);
 }
 
-/* The same memory, with the results of a band where they are kept */
+/* The same memory, pointing to where the results of a band are kept */
 static struct memory with_kept(const struct layout *l, struct memory m, long stack, struct band b) {
     m.dot = m.results + 3 * stack * result_size(l) + b.start;
     m.norm = m.dot + result_size(l), m.inverse = m.norm + result_size(l);
     return m;
 }
 
-/* The sum of a stack's norms; their dot products and norms are kept, or norms alone are computed. */
+/* The sum of a stack's norms. With `keep`, dot products and norms are stored; otherwise only norms are computed. */
 static double sum_of_norms(const struct call *c, const struct memory *m, long stack, int keep) {
     const struct layout *l = c->layout;
     long images = images_in(l, stack);
@@ -93,7 +93,7 @@ static void forward_stack(const struct call *c, const struct memory *m, long cha
     }
 }
 
-static int forward_piece(const void *arguments, long channel) {
+static int forward_chunk(const void *arguments, long channel) {
     const struct call *c = arguments;
     const struct layout *l = c->layout;
     int relative = c->radius >= 0;
@@ -160,7 +160,7 @@ static void backward_stack(const struct call *c, const struct memory *m, long ch
     }
 }
 
-/* Write the sums of a channel; return the gradient in each of its norms that comes by their mean. */
+/* Write the sums of a channel; return the gradient that each of its norms gets through their mean. */
 static float write_sums(const struct call *c, const struct memory *m, long channel) {
     const struct layout *l = c->layout;
     double of_mean = 0.0;
@@ -188,7 +188,7 @@ static float write_sums(const struct call *c, const struct memory *m, long chann
     return (float)(of_mean / results(l));
 }
 
-/* Put the gradient that comes by the mean in the place of that in the squares of the norms. */
+/* Replace the gradient in the squares of the norms by the one that comes through the mean. */
 static void mean_gradient(const struct call *c, const struct memory *m, long images, float of_norm) {
     const struct layout *l = c->layout;
     for (long row = 0; row < rows_of(l, images); row += l->band) {
@@ -198,7 +198,7 @@ static void mean_gradient(const struct call *c, const struct memory *m, long ima
     }
 }
 
-static int backward_piece(const void *arguments, long channel) {
+static int backward_chunk(const void *arguments, long channel) {
     const struct call *c = arguments;
     const struct layout *l = c->layout;
     int by_mean = c->of_x && c->radius >= 0;
@@ -245,7 +245,7 @@ int forward(const struct layout *layout, const long *taps, float eps, long radiu
     struct taps t = {taps, taps + layout->taps, taps + 2 * layout->taps};
     struct call c = {.layout = layout, .taps = t, .eps = eps, .number = next_number(), .radius = radius, .x = x,
                      .kernels = kernels, .vectors = vectors, .means = means, .out = out};
-    return in_parallel(forward_piece, &c, layout->channels, parallel, threads);
+    return in_parallel(forward_chunk, &c, layout->channels, parallel, threads);
 }
 
 int backward(const struct layout *layout, const long *taps, float eps, long radius, const float *x,
@@ -255,5 +255,5 @@ int backward(const struct layout *layout, const long *taps, float eps, long radi
     struct call c = {.layout = layout, .taps = t, .eps = eps, .number = next_number(), .radius = radius, .x = x,
                      .kernels = kernels, .vectors = vectors, .means = means, .y = y, .e = e, .of_x = of_x,
                      .of_kernels = of_kernels, .sums = sums};
-    return in_parallel(backward_piece, &c, layout->channels, parallel, threads);
+    return in_parallel(backward_chunk, &c, layout->channels, parallel, threads);
 }

@@ -1,4 +1,4 @@
-"""Depthwise layers in C: where the places of a plane lie in memory, and calls of depthwise.c."""
+"""Depthwise layers in C: the layout of a plane in memory, and calls of depthwise.c."""
 
 import ctypes
 import math
@@ -14,14 +14,14 @@ from dcnet.ops.cpu.native.lanes import BYTES, HEADERS, lanes_of
 from dcnet.ops.geometry import Geometry
 
 Sizes = tuple[int, ...]
-_BAND = 1024  # places that a loop takes at once: few enough for the fastest cache, whatever lies between the steps
+_BAND = 1024  # places that a loop processes at once: few, so that all intermediate results stay in the fastest cache
 _ROWS = 3  # computed at once in rows.h; a band has a multiple of them
-_WASTE = 1.5  # rows are taken together if that makes at most this many places for each result
+_WASTE = 1.5  # rows are processed together if that takes at most this many places per result
 _HEADERS = ("elementary.h", "parallel.h", "vectors.h", "kernels.h", "planes.h", "rows.h", "spread.h")
 
 
 class _Along(NamedTuple):
-    """One dimension: its sizes, the zeros before it, and the taps that meet the map, with their places from there."""
+    """One dimension: its sizes, the zeros before the map, and the taps that reach the map, with their places."""
 
     size: int
     out: int
@@ -41,21 +41,21 @@ class _Along(NamedTuple):
 
     @property
     def spacing(self) -> int:
-        """The places of a phase from one map to the next, where the zeros in between belong to both."""
+        """The places of a phase from one map to the next, which share the zeros in between."""
         return max(-(-max(self.read - self.before, self.size + self.before) // self.step), self.out)
 
 
 def _along(size: int, kernel: int, step: int, apart: int, before: int, after: int) -> _Along:
     out = (size + before + after - apart * (kernel - 1) - 1) // step + 1
     offsets = [(j, j * apart - before) for j in range(kernel)]
-    # with a large dilation, most taps meet nothing but zeros
+    # with a large dilation, most taps reach only zeros
     met = [(j, at) for j, at in offsets if any(0 <= at + o * step < size for o in range(out))]
     start = max(0, -met[0][1]) if met else 0
     return _Along(size, out, step, start, [(j, at + start) for j, at in met])
 
 
 def _in_a_band(rows: int, most: int, stack: int) -> int:
-    """Return how many rows are taken together: all of a stack of images, or a part of one image."""
+    """Return how many rows are processed together: all of a stack of images, or a part of one image."""
     rows = max(1, min(rows, most))
     return rows if stack > 1 or rows < _ROWS else rows // _ROWS * _ROWS
 
@@ -64,7 +64,7 @@ def _in_a_band(rows: int, most: int, stack: int) -> int:
 def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[Sizes, Any, Any]:
     """Return the sizes of results for x of this shape, `struct layout` of planes.h, and the taps.
 
-    Of each tap C takes its number, its phase and its place.
+    For each tap, C gets its number, its phase and its place.
     """
     images, channels, *sizes = shape
     g, before, after = geometry, *zip(*geometry.padding, strict=True)
@@ -76,10 +76,10 @@ def layout_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple
         for j, v in y.taps
         for i, u in x.taps
     ]
-    most = _BAND // pitch if pitch <= _WASTE * x.out else 1  # rows that are taken together
+    most = _BAND // pitch if pitch <= _WASTE * x.out else 1  # rows processed together
     stack = max(1, min(images, most // y.spacing))
     rows, in_rows = (y.out, -(-y.size // y.step)) if stack == 1 else (stack * y.spacing, stack * y.spacing)
-    layout = {  # in the order of C's
+    layout = {  # in the order of the struct
         "images": images,
         "channels": channels,
         "multiplier": kernels // channels,
@@ -125,7 +125,7 @@ class Depthwise:
     def forward(
         self, x: Tensor, kernels: Tensor, geometry: Geometry, eps: float, vectors: Sequence[Tensor], radius: int
     ) -> tuple[Tensor, Tensor]:
-        """Return y, and the mean norms of the channels, which are there if a radius is relative to them."""
+        """Return y, and the mean norms of the channels, which are only set if a radius is relative to them."""
         out, layout, taps = self._layout_of(geometry, x.shape, len(kernels))
         y = x.new_empty((len(x), len(kernels), *out))
         means = x.new_empty(x.shape[1])

@@ -1,6 +1,6 @@
 /* Elementary functions of one float, without branches, so that a compiler turns loops over them into vector code.
  *
- * Within 2 units in the last place of float32 (tests/test_native_math.py measures it). Odd functions are exactly odd,
+ * Within 2 units in the last place of float32 (tests/test_native.py measures it). Odd functions are exactly odd,
  * and NaN, infinities, zeros and subnormal numbers give what PyTorch's functions give. */
 
 #include <math.h>
@@ -13,7 +13,7 @@ INLINE int32_t bits_of(float x) { union { float f; int32_t i; } u = {.f = x}; re
 INLINE double from_bits64(int64_t bits) { union { int64_t i; double f; } u = {.i = bits}; return u.f; }
 INLINE int64_t bits_of64(double x) { union { double f; int64_t i; } u = {.f = x}; return u.i; }
 
-/* a comparison with NaN is false: the order of the arguments decides that NaN goes through */
+/* a comparison with NaN is false: with this order of the operands, NaN gives NaN */
 INLINE float at_least(float x, float least) { return x < least ? least : x; }
 INLINE float at_most(float x, float most) { return x > most ? most : x; }
 INLINE float smaller(float a, float b) { return a < b || a != a ? a : b; }
@@ -35,7 +35,7 @@ INLINE float exponential(float x) {
 
 /* tanh a = (2^k·(1 + t) − (1 − t)) / (2^k·(1 + t) + (1 − t)) with t = tanh u for a = k·ln 2 / 2 + u, −0.09 ≤ u ≤ 0.26.
  * The denominator is the numerator + 2·(1 − t): errors of the one then cancel those of the other, and for k = 0 it is
- * exactly 2, so that tanh a is t. The range of u is not symmetric so that k = 0 goes as far as it has to. */
+ * exactly 2, so that tanh a is t. The range of u is asymmetric so that k = 0 covers as much as it has to. */
 INLINE float hyperbolic_tangent(float x) {
     const float shift = 12582912.0f; /* 1.5·2^23: adding it rounds to a whole number */
     float a = at_most(fabsf(x), 10.0f);
@@ -76,7 +76,7 @@ INLINE float logarithm(float x) {
     return x < 0.0f || x != x ? NAN : y;
 }
 
-/* log(1 + x), with what 1 + x rounds off put back. */
+/* log(1 + x), corrected for the rounding of 1 + x. */
 INLINE float logarithm_of_1_plus(float x) {
     float u = 1.0f + x;
     float y = logarithm(u) + (u == INFINITY || u == 0.0f ? 0.0f : (x - (u - 1.0f)) / u);
@@ -97,7 +97,8 @@ INLINE float power_of_absolute(float a, float p) {
     power = power > 200.0 ? 200.0 : (power < -200.0 ? -200.0 : power);
     double shifted = power + 6755399441055744.0;
     double r = (power - (shifted - 6755399441055744.0)) * 0.6931471805599453;
-    double e = 1.0 + r * (1.0 + r * (1.0 / 2 + r * (1.0 / 6 + r * (1.0 / 24 + r * (1.0 / 120 + r * (1.0 / 720 + r / 5040))))));
+    double e = 1.0 + r * (1.0 + r * (1.0 / 2 + r * (1.0 / 6 + r * (1.0 / 24 + r * (1.0 / 120 +
+               r * (1.0 / 720 + r / 5040))))));
     return (float)(e * from_bits64((bits_of64(shifted) + 1023) << 52));
 }
 

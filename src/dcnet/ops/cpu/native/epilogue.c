@@ -2,12 +2,12 @@
  *
  * Before this text come elementary.h, parallel.h and what source.py writes: forward_row, backward_row, how many VECTORS
  * and SUMS they have, and BY_CHANNEL: whether the kernels of a position lie next to each other, rather than the
- * positions of a kernel. Where a kernel has FEW_POSITIONS, they count as kernels: then a norm and a number of each
- * vector come for each of them. A piece of work is some rows (BY_CHANNEL), or a block of positions of one row and group;
- * each leaves its sums by itself, so that they are added up in the same order for any number of threads. */
+ * positions of a kernel. With FEW_POSITIONS, each pair of a kernel and a position counts as a kernel, with a norm and
+ * a number of each vector. A chunk of work is some rows (BY_CHANNEL), or a block of positions of one row and group.
+ * Each chunk writes its own sums, so that they are added up in the same order for any number of threads. */
 
 struct call {
-    long rows, groups, kernels, positions, block; /* rows, or positions, of a piece */
+    long rows, groups, kernels, positions, block; /* rows, or positions, of a chunk */
     const float *d, *n, *y, *e;
     const float *const *vectors;
     float *out, *of_d, *of_n, *sums;
@@ -25,7 +25,7 @@ static const float *spread_out(const float *vector, long kernels, long few, floa
     return to;
 }
 
-/* The first numbers again and again, up to `width`: ever longer copies are fewer. */
+/* Repeat the first `few` numbers up to `width`, in copies that double in length. */
 static void repeat(float *numbers, long few, long width) {
     for (long done = few; done < width; done *= 2)
         memcpy(numbers + done, numbers, least(done, width - done) * sizeof(float));
@@ -39,7 +39,7 @@ static void add_blocks(float *restrict numbers, long block, long width) {
     }
 }
 
-static int piece(const struct call *c, long number, int backward) {
+static int chunk(const struct call *c, long number, int backward) {
     long few = c->positions, width = c->kernels * few, all = c->groups * width, kernels = c->groups * c->kernels;
     float *norms = scratch(3 * width + (FEW_POSITIONS ? (VECTORS + SUMS) * all : 0)), *own = NULL;
     if (!norms) return 1;
@@ -84,11 +84,11 @@ static int piece(const struct call *c, long number, int backward) {
     return 0;
 }
 
-static long pieces(const struct call *c) { return (c->rows + c->block - 1) / c->block; }
+static long chunks(const struct call *c) { return (c->rows + c->block - 1) / c->block; }
 
 #else
 
-static int piece(const struct call *c, long number, int backward) {
+static int chunk(const struct call *c, long number, int backward) {
     long blocks = (c->positions + c->block - 1) / c->block, start = number % blocks * c->block;
     long plane = number / blocks, count = least(c->block, c->positions - start); /* plane: of a row and a group */
     long group = plane % c->groups;
@@ -115,14 +115,14 @@ static int piece(const struct call *c, long number, int backward) {
     return 0;
 }
 
-static long pieces(const struct call *c) {
+static long chunks(const struct call *c) {
     return c->rows * c->groups * ((c->positions + c->block - 1) / c->block);
 }
 
 #endif
 
-static int forward_piece(const void *arguments, long number) { return piece(arguments, number, 0); }
-static int backward_piece(const void *arguments, long number) { return piece(arguments, number, 1); }
+static int forward_chunk(const void *arguments, long number) { return chunk(arguments, number, 0); }
+static int backward_chunk(const void *arguments, long number) { return chunk(arguments, number, 1); }
 
 static struct call call_of(const long *sizes, const float *d, const float *n, const float *const *vectors) {
     return (struct call){.rows = sizes[0], .groups = sizes[1], .kernels = sizes[2], .positions = sizes[3],
@@ -134,17 +134,17 @@ int forward(const long *sizes, const float *d, const float *n, const float *cons
             Parallel parallel, long threads) {
     struct call c = call_of(sizes, d, n, vectors);
     c.out = out;
-    return in_parallel(forward_piece, &c, pieces(&c), parallel, threads);
+    return in_parallel(forward_chunk, &c, chunks(&c), parallel, threads);
 }
 
-/* totals: SUMS rows of a number for each kernel, to be written. */
+/* totals: SUMS rows to be written, with a number for each kernel. */
 int backward(const long *sizes, const float *d, const float *n, const float *const *vectors, const float *y,
              const float *e, float *of_d, float *of_n, float *totals, Parallel parallel, long threads) {
     struct call c = call_of(sizes, d, n, vectors);
-    long each = SUMS * c.groups * c.kernels, parts = pieces(&c) / (BY_CHANNEL || FEW_POSITIONS ? 1 : c.groups);
+    long each = SUMS * c.groups * c.kernels, parts = chunks(&c) / (BY_CHANNEL || FEW_POSITIONS ? 1 : c.groups);
     c.y = y, c.e = e, c.of_d = of_d, c.of_n = of_n;
     c.sums = malloc((each * parts + 1) * sizeof(float));
-    int failed = !c.sums || in_parallel(backward_piece, &c, pieces(&c), parallel, threads);
+    int failed = !c.sums || in_parallel(backward_chunk, &c, chunks(&c), parallel, threads);
     double *sums = failed ? NULL : (double *)scratch(2 * each + 1);
     if (sums) {
         memset(sums, 0, each * sizeof(double));

@@ -10,9 +10,9 @@ from torch import Tensor
 from dcnet.ops.cpu.native.call import addresses, call, longs
 from dcnet.ops.cpu.native.compiler import compiled, included
 
-_BLOCK = 512  # positions of a piece of work
-_NUMBERS = 16384  # of a piece of work where kernels lie next to each other
-_FEW = 17  # positions: fewer make rows of a kernel too short for vectors (4×4: 2.3 ns a number backward, 1.8 as here)
+_BLOCK = 512  # positions of a chunk of work
+_NUMBERS = 16384  # of a chunk of work where kernels lie next to each other
+_FEW = 17  # positions: with fewer, rows are too short for vectors (4×4 backward: 2.3 ns per number, 1.8 in this layout)
 
 
 class Epilogue:
@@ -66,7 +66,7 @@ class Epilogue:
 
 @lru_cache(maxsize=1024)
 def _sizes(layout: str, shape: tuple[int, ...]) -> Any:
-    """Return the sizes as epilogue.c takes them."""
+    """Return the sizes in the order of epilogue.c."""
     rows, groups, kernels, *positions = shape
     if layout == "positions":
         return longs([rows, groups, kernels, *positions, _BLOCK])
@@ -75,7 +75,7 @@ def _sizes(layout: str, shape: tuple[int, ...]) -> Any:
 
 
 def layout_of(shape: tuple[int, ...]) -> str:
-    """Return which loops are for d: over "kernels", "positions", or both at once where there are "few positions"."""
+    """Return what the loops over d run along: "kernels", "positions", or both at once ("few positions")."""
     if len(shape) == 3:
         return "kernels"
     return "few positions" if shape[3] < _FEW else "positions"

@@ -8,7 +8,7 @@ static float one_over_norm(const float *kernel, long count, float eps) {
     return norm == 0.0f ? 0.0f : 1.0f / norm;
 }
 
-/* The gradient in w from that in w/‖w‖, in its place: the slope is 1/‖w‖, less the part along w. */
+/* Turn the gradient in w/‖w‖ into that in w, in place: the slope is 1/‖w‖, minus the part along w. */
 static void through_norm(const float *kernel, long count, float eps, float *gradient) {
     float inverse = one_over_norm(kernel, count, eps), along = 0.0f;
     for (long t = 0; t < count; t++) along += gradient[t] * (kernel[t] * inverse);

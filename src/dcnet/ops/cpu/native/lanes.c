@@ -1,4 +1,4 @@
-/* A depthwise layer on small maps: the same as depthwise.c, with a block of WIDTH channels as a piece of work.
+/* A depthwise layer on small maps: the same as depthwise.c, with a block of WIDTH channels as a chunk of work.
  *
  * Before this text come elementary.h, parallel.h, vectors.h, kernels.h, lanes.h, lanes_spread.h, and what source.py
  * writes: forward_row, backward_row, and how many VECTORS and SUMS they have. */
@@ -31,8 +31,8 @@ static long kernel_of(const struct layout *l, struct block b, long lane, long k)
 }
 static long larger_of(long a, long b) { return a > b ? a : b; }
 
-/* Memory for a piece of work, zeros where they are to stay; x NULL where there is none left. There is room for that many
- * maps of x, of gradients, and of dot products and norms. */
+/* Memory for a chunk of work, with zeros where nothing will be written; x is NULL if there is none left. It has room
+ * for the given numbers of maps of x, of gradients, and of dot products and norms. */
 static struct memory memory_of(const struct layout *l, long maps, long gradients, long results) {
     long room = (taps(l) + TOGETHER) * WIDTH, map = larger_of(in_plane(l), out_plane(l)) * WIDTH;
     long columns = larger_of(l->columns, l->pitch) * WIDTH, sums = l->multiplier * SUMS * LANES;
@@ -68,13 +68,13 @@ static struct memory memory_of(const struct layout *l, long maps, long gradients
     return m;
 }
 
-/* The same for another image, where dot products and norms of all images are kept */
+/* The memory of another image, if dot products and norms of all images are kept */
 static struct memory results_of(const struct layout *l, struct memory m, long image) {
     m.dot += image * out_size(l), m.norm += image * out_size(l), m.inverse += image * out_size(l);
     return m;
 }
 
-/* and where their gradients are */
+/* The same, if their gradients are kept */
 static struct memory gradients_of(const struct layout *l, struct memory m, long image) {
     m.x += image * x_size(l), m.of_dot += image * gradient_size(l), m.of_squares += image * gradient_size(l);
     return m.inverse += image * out_size(l), m;
@@ -89,7 +89,7 @@ static void take_weights(const struct call *c, const struct memory *m, struct bl
     }
 }
 
-/* The numbers of the kernels. A radius is relative to the channel's mean norm; where that is 0, any will do. */
+/* The vectors' numbers for the kernels. A radius is relative to the channel's mean norm; if that is 0, any will do. */
 static void take_vectors(const struct call *c, const struct memory *m, struct block b, long k) {
     for (long lane = 0; lane < LANES; lane++) {
         long kernel = kernel_of(c->layout, b, lane % WIDTH, k);
@@ -109,15 +109,15 @@ static void take_x(const struct call *c, const struct memory *m, struct block b,
     norms(l, m->x, c->eps, m->columns, m->norm, m->inverse, total);
 }
 
-static struct block block_at(const struct layout *l, long piece) {
-    long left = l->channels - piece * WIDTH;
-    return (struct block){piece * WIDTH, left < WIDTH ? left : WIDTH};
+static struct block block_at(const struct layout *l, long chunk) {
+    long left = l->channels - chunk * WIDTH;
+    return (struct block){chunk * WIDTH, left < WIDTH ? left : WIDTH};
 }
 
-static int forward_piece(const void *arguments, long piece) {
+static int forward_chunk(const void *arguments, long chunk) {
     const struct call *c = arguments;
     const struct layout *l = c->layout;
-    struct block b = block_at(l, piece);
+    struct block b = block_at(l, chunk);
     double total[WIDTH] = {0};
     int relative = c->radius >= 0;
     int keep = relative && l->multiplier == 1 && 3 * l->images * out_size(l) <= KEPT;
@@ -165,7 +165,7 @@ static void backward_image(const struct call *c, const struct memory *m, struct 
     for (long i = 0; i < taps(l) * WIDTH; i++) sums[i] += m->of_weights[i];
 }
 
-/* Write the sums of a block; return the gradient in each of its norms that comes by their mean. */
+/* Write the sums of a block; return the gradient that each of its norms gets through their mean. */
 static Floats write_sums(const struct call *c, const struct memory *m, struct block b) {
     const struct layout *l = c->layout;
     Floats of_norm = {0};
@@ -207,10 +207,10 @@ static void mean_gradient(const struct layout *l, const struct memory *m, Floats
     }
 }
 
-static int backward_piece(const void *arguments, long piece) {
+static int backward_chunk(const void *arguments, long chunk) {
     const struct call *c = arguments;
     const struct layout *l = c->layout;
-    struct block b = block_at(l, piece);
+    struct block b = block_at(l, chunk);
     double total[WIDTH] = {0}; /* of norms; not used */
     int by_mean = c->of_x && c->radius >= 0;
     int keep = by_mean && l->multiplier == 1 &&
@@ -241,14 +241,14 @@ static int backward_piece(const void *arguments, long piece) {
     return 0;
 }
 
-static long pieces(const struct layout *l) { return (l->channels + WIDTH - 1) / WIDTH; }
+static long chunks(const struct layout *l) { return (l->channels + WIDTH - 1) / WIDTH; }
 
 /* What Python calls. y, of_x and of_kernels may be NULL; means are written by forward if a radius is relative. */
 int forward(const struct layout *layout, const long *taps, float eps, long radius, const float *x, const float *kernels,
             const float *const *vectors, float *means, float *out, Parallel parallel, long threads) {
     struct call c = {.layout = layout, .eps = eps, .radius = radius, .x = x, .kernels = kernels, .vectors = vectors,
                      .means = means, .out = out};
-    return in_parallel(forward_piece, &c, pieces(layout), parallel, threads);
+    return in_parallel(forward_chunk, &c, chunks(layout), parallel, threads);
 }
 
 int backward(const struct layout *layout, const long *taps, float eps, long radius, const float *x,
@@ -256,5 +256,5 @@ int backward(const struct layout *layout, const long *taps, float eps, long radi
              float *of_x, float *of_kernels, float *const *sums, Parallel parallel, long threads) {
     struct call c = {.layout = layout, .eps = eps, .radius = radius, .x = x, .kernels = kernels, .vectors = vectors,
                      .means = means, .y = y, .e = e, .of_x = of_x, .of_kernels = of_kernels, .sums = sums};
-    return in_parallel(backward_piece, &c, pieces(layout), parallel, threads);
+    return in_parallel(backward_chunk, &c, chunks(layout), parallel, threads);
 }

@@ -1,12 +1,12 @@
 /* Planes of WIDTH channels side by side, a vector for each pixel, and the dot products and norms of their patches.
  *
- * Rows of small planes are too short for loops along them: what is left over at their ends is a large part. Here each
- * lane of a vector is a channel, so that nothing is left over, a stride is a step, and a sum over pixels is a sum of
- * vectors. Planes are transposed when they are read and when they are written. Where there are fewer channels than
- * lanes, the last channel is computed several times and written once. */
+ * Rows of small planes are too short for loops along them: a large part of a row does not fill a vector. Here each lane
+ * of a vector is a channel. So every vector is full, a stride is a step, and a sum over pixels is a sum of vectors.
+ * Planes are transposed when they are read and when they are written. Where there are fewer channels than lanes, the
+ * last channel is computed several times and written once. */
 
 #ifdef __AVX512F__
-enum { LANES = 2 * WIDTH }; /* what is done with each pixel by itself is done with two at once */
+enum { LANES = 2 * WIDTH }; /* computations pixel by pixel take two at once */
 #else
 enum { LANES = WIDTH };
 #endif
@@ -14,7 +14,7 @@ enum { LANES = WIDTH };
 /* Sizes, in the order of `lanes_of` in lanes.py */
 struct layout {
     long images, channels, multiplier; /* kernels of each channel */
-    long height, width, read_height, read_width, out_height, out_width; /* what no patch holds is not read */
+    long height, width, read_height, read_width, out_height, out_width; /* places in no patch are not read */
     long taps_y, taps_x, step_y, step_x, apart_y, apart_x; /* of a kernel, strides, dilations */
     long before_y, before_x; /* zeros before the map */
     long rows, columns; /* of the map with its zeros */
@@ -124,13 +124,13 @@ static void surround(const struct layout *l, const float *map, float *x) {
     }
 
 /* What loops over the taps of a kernel depend on: its taps, its stride and its dilation along a row; and whether all of
- * these are constants, so that the loops can be written out */
+ * these are constants, so that the loops can be unrolled */
 struct kernel {
     long taps_y, taps_x, step, apart;
     int known;
 };
 
-/* CALL with a `kernel`, which for usual layers is made of constants: no addresses are then computed for each tap. */
+/* CALL with a `kernel`, made of constants for common layers, so that no addresses are computed for each tap. */
 #define WITH_KERNEL(l, CALL) \
     if (l->step_x > 2 || l->apart_x != 1) WITH(l->taps_y, l->taps_x, l->step_x, l->apart_x, 0, CALL) \
     else if (l->taps_y == 3 && l->taps_x == 3 && l->step_x == 1) WITH(3, 3, 1, 1, 1, CALL) \
@@ -139,7 +139,7 @@ struct kernel {
     else WITH(l->taps_y, l->taps_x, 2, 1, 0, CALL)
 #define WITH(v, u, s, a, known, CALL) { const struct kernel kernel = {v, u, s, a, known}; CALL; }
 
-/* BODY for each row, or each column, of a kernel's taps; written out only where they are known, or it would be long. */
+/* BODY for each row, or each column, of a kernel's taps; unrolled only if it is known, to limit its length. */
 #define EACH_TAP(known, taps, t, BODY) \
     if (known) { UNROLLED for (long t = 0; t < taps; t++) BODY } \
     else { for (long t = 0; t < taps; t++) BODY }
@@ -213,7 +213,7 @@ INLINE Floats norm_row(const struct kernel kernel, const struct layout *l, const
     return roots(kernel, l->out_width, columns, eps, 1, norm, inverse);
 }
 
-/* √(Σ x² + eps) of each patch, and 1/that; the norms are added to `total`. */
+/* √(Σ x² + eps) of each patch, and its inverse; the norms are added to `total`. */
 static void norms(const struct layout *l, const float *x, float eps, float *columns, float *norm, float *inverse,
                   double *total) {
     for (long row = 0; row < l->out_height; row++) {
@@ -235,7 +235,7 @@ INLINE void tap_block(const int count, const struct kernel kernel, const struct 
     for (long i = 0; i < l->out_width; i++, of_dot += WIDTH, x += kernel.step * WIDTH) {
         Floats e = load(of_dot);
         UNROLLED for (int t = 0; t < count; t++)
-            sum[t] += e * load(x + (kernel.known ? t / 3 * row + t % 3 * pixel : offsets[t])); /* nine registers less */
+            sum[t] += e * load(x + (kernel.known ? t / 3 * row + t % 3 * pixel : offsets[t])); /* saves 9 registers */
     }
     UNROLLED for (int t = 0; t < count; t++) store(sums + t * WIDTH, sum[t]);
 }

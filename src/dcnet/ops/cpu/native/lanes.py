@@ -19,13 +19,13 @@ def for_lanes(geometry: Geometry, shape: tuple[int, ...]) -> bool:
     if geometry.dims != 2 or max(sizes) > _WIDEST or channels < _FEWEST:
         return False
     reach = [(k - 1) * apart + 1 for k, apart in zip(geometry.kernel_size, geometry.dilation, strict=True)]
-    near = max(*reach, *map(sum, geometry.padding)) <= _FARTHEST  # large dilations have few taps that meet a map
+    near = max(*reach, *map(sum, geometry.padding)) <= _FARTHEST  # large dilations have few taps that reach a map
     return near and max(geometry.stride) <= _MOST_STEPS
 
 
 @lru_cache(maxsize=1024)
 def lanes_of(geometry: Geometry, shape: tuple[int, ...], kernels: int) -> tuple[tuple[int, ...], Any, None]:
-    """Return the sizes of results for x of this shape, and `struct layout` of lanes.h, whose order this has."""
+    """Return the sizes of results for x of this shape, and the numbers of `struct layout` of lanes.h, in its order."""
     images, channels, *sizes = shape
     reach = [(k - 1) * a for k, a in zip(geometry.kernel_size, geometry.dilation, strict=True)]
     steps, before = geometry.stride, [pair[0] for pair in geometry.padding]

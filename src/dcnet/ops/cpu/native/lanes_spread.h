@@ -7,12 +7,12 @@ struct reach {
     long count, tap[MOST_TAPS], result[MOST_TAPS];
 };
 
-/* `place` counts from the zeros before the map; results outside [least, most) are none. */
+/* `place` counts from the zeros before the map; results outside [least, most) do not exist. */
 static struct reach reach_of(long place, long taps, long apart, long step, long least, long most) {
     struct reach r;
     r.count = 0;
     for (long tap = 0; tap < taps; tap++) {
-        long from = place - tap * apart, result = step == 1 ? from : from / step; /* few things are slower */
+        long from = place - tap * apart, result = step == 1 ? from : from / step; /* division is slow */
         if (result * step != from || result < least || result >= most) continue;
         r.tap[r.count] = tap, r.result[r.count++] = result;
     }
@@ -30,8 +30,8 @@ INLINE void spread_taps(const int blocks, const int usual, const struct reach *a
     })
 }
 
-/* to = x·Σ of_squares + Σ w·of_dot for some pixels of a row, a stride apart; or added to what is there. Without of_dot
- * the first sum alone. With `usual`, the taps are those of a 3×3 kernel without stride or dilation, and all of them
+/* to = x·Σ of_squares + Σ w·of_dot for some pixels of a row, a stride apart; with `add`, to += that. Without of_dot,
+ * only the first term. With `usual`, the taps are those of a 3×3 kernel without stride or dilation, and all of them
  * reach the row. */
 INLINE void spread_block(const int blocks, const int usual, const struct layout *l, const struct reach *up,
                          const struct reach *along, const float *weights, const float *of_dot, const float *columns,

@@ -1,13 +1,13 @@
 /* What a layer computes besides its convolution and h·g: normalized kernels, norms of patches, radii, and their
  * gradients.
  *
- * Before this text come elementary.h, parallel.h, norms.c and RADIUS_FLOOR. All of a step's small operations are one
- * call: on small maps, each by itself would take longer to start than to compute. */
+ * Before this text come elementary.h, parallel.h, norms.c and RADIUS_FLOOR. One call does all small operations of a
+ * step: on small maps, each by itself would take longer to start than to compute. */
 
 struct layer {
     struct maps maps;
     long kernels, taps; /* of all groups, and the numbers of each */
-    long block; /* kernels of a piece of work */
+    long block; /* kernels of a chunk of work */
     float eps;
     const float *x, *weight, *norms, *of_norms, *w_norms, *of_w_norms;
     float *out, *unit, *lengths, *of_x, *of_unit, *of_each;
@@ -35,8 +35,8 @@ static void normalize(const struct layer *l, long number) {
     }
 }
 
-/* From the gradient in w/‖w‖, in its place, and that in ‖w‖ to the one in w: the slope of ‖w‖ is w/‖w‖; that of w/‖w‖
- * is 1/‖w‖, less the part along w. One factor at a time: the cube of a small norm's inverse may overflow. */
+/* Turn the gradient in w/‖w‖ into the one in w, in place, adding the part of ‖w‖. The slope of ‖w‖ is w/‖w‖; that of
+ * w/‖w‖ is 1/‖w‖, minus the part along w. One factor at a time: the cube of a small norm's inverse may overflow. */
 static void kernel_gradients(const struct layer *l, long number) {
     for (long k = number * l->block; k < least((number + 1) * l->block, l->kernels); k++) {
         const float *restrict w = l->weight + k * l->taps;
@@ -50,24 +50,25 @@ static void kernel_gradients(const struct layer *l, long number) {
             for (long i = start; i < end; i++) sum += of_w[i] * w[i];
             product += sum;
         }
-        float along = (l->of_w_norms ? l->of_w_norms[k] * inverse : 0.0f) - (float)product * inverse * inverse * inverse;
+        float along =
+            (l->of_w_norms ? l->of_w_norms[k] * inverse : 0.0f) - (float)product * inverse * inverse * inverse;
         for (long i = 0; i < l->taps; i++) of_w[i] = of_w[i] * inverse + w[i] * along;
     }
 }
 
-static int kernel_piece(const void *arguments, long number) {
+static int kernel_chunk(const void *arguments, long number) {
     normalize(arguments, number);
     return 0;
 }
 
-static int before_piece(const void *arguments, long number) {
+static int before_chunk(const void *arguments, long number) {
     const struct layer *l = arguments;
     long plane = number - blocks(l);
-    if (plane < 0) return kernel_piece(l, number);
+    if (plane < 0) return kernel_chunk(l, number);
     return norms_of(&l->maps, plane, l->x, l->eps, l->out, l->sums + plane);
 }
 
-static int after_piece(const void *arguments, long number) {
+static int after_chunk(const void *arguments, long number) {
     const struct layer *l = arguments;
     long plane = number - (l->of_unit ? blocks(l) : 0);
     if (plane < 0) {
@@ -77,8 +78,8 @@ static int after_piece(const void *arguments, long number) {
     return add_gradient(&l->maps, plane, l->x, l->norms, l->of_norms, l->of_each[plane % l->maps.groups], l->of_x);
 }
 
-/* Move a running average toward the means of a batch as `track_norm` does, which see: those that are not finite leave
- * it alone. momentum < 0 stands for a cumulative average. */
+/* Move a running average toward the means of a batch, as `track_norm` in mean_norm.py does. Means that are not finite
+ * are left out. momentum < 0 stands for a cumulative average. */
 static void track(const float *means, long groups, float *running, float *batches, float momentum) {
     float seen = *batches + 1.0f, share = seen == 1.0f || momentum < 0.0f ? 1.0f / seen : momentum;
     int finite = 1;
@@ -94,9 +95,9 @@ static void track(const float *means, long groups, float *running, float *batche
 }
 
 /* numbers: ‖w‖ and the radius of every kernel, and E{‖x‖} of every group, all to be written.
- * rho: of every kernel, or where it is `learned` what it is made of; NULL where there is none. relative: whether it is
- * multiplied by E{‖x‖}, which is `means`, or that of this batch, after which the running average then moves, unless
- * that is NULL. */
+ * rho: of every kernel, or its raw parameter if it is `learned`; NULL if there is none. relative: whether it is
+ * multiplied by E{‖x‖}: `means`, or that of this batch if `means` is NULL. The running average is updated unless it is
+ * NULL. */
 int before(const long *sizes, float eps, const float *x, const float *weight, float *unit, float *norms, float *numbers,
            const float *rho, long learned, long relative, const float *means, float *running, float *batches,
            float momentum, Parallel parallel, long threads) {
@@ -105,7 +106,7 @@ int before(const long *sizes, float eps, const float *x, const float *weight, fl
     float *radii = numbers + l.kernels, *mean = radii + l.kernels;
     l.eps = eps, l.x = x, l.weight = weight, l.unit = unit, l.out = norms, l.lengths = numbers;
     l.sums = malloc((planes(&l) + 1) * sizeof(double));
-    int failed = !l.sums || in_parallel(before_piece, &l, blocks(&l) + planes(&l), parallel, threads);
+    int failed = !l.sums || in_parallel(before_chunk, &l, blocks(&l) + planes(&l), parallel, threads);
     for (long g = 0; g < groups && !failed && rho; g++) {
         double total = 0.0, count = (double)(l.maps.images * l.maps.y.outputs * l.maps.x.outputs);
         for (long image = 0; image < l.maps.images; image++) total += l.sums[image * groups + g];
@@ -119,15 +120,16 @@ int before(const long *sizes, float eps, const float *x, const float *weight, fl
 }
 
 /* Write the normalized kernels again. */
-int kernels(const long *sizes, const float *weight, const float *w_norms, float *unit, Parallel parallel, long threads) {
+int kernels(const long *sizes, const float *weight, const float *w_norms, float *unit, Parallel parallel,
+            long threads) {
     struct layer l = layer_of(sizes);
     l.weight = weight, l.w_norms = w_norms, l.unit = unit;
-    return in_parallel(kernel_piece, &l, blocks(&l), parallel, threads);
+    return in_parallel(kernel_chunk, &l, blocks(&l), parallel, threads);
 }
 
-/* Add the part of the norms to the gradient in x (NULL where it is not wanted), and make that in w of the one in w/‖w‖
- * (or NULL) and that in rho of the one in the radius (or NULL), both in their place.
- * of_batch: whether E{‖x‖} was that of the batch, and has a gradient. */
+/* Add the part of the norms to the gradient in x. Turn the gradient in w/‖w‖ into that in w, and the gradient in the
+ * radius into that in rho, both in place. Each may be NULL if it is not wanted.
+ * of_batch: whether E{‖x‖} was that of the batch, and so has a gradient. */
 int after(const long *sizes, const float *x, const float *norms, const float *of_norms, float *of_x,
           const float *weight, const float *numbers, float *of_unit, const float *of_w_norms, const float *rho,
           long learned, long of_batch, float *of_radius, Parallel parallel, long threads) {
@@ -146,8 +148,8 @@ int after(const long *sizes, const float *x, const float *norms, const float *of
         }
         if (of_batch) l.of_each[g] = (float)(of_mean / count);
     }
-    long pieces = (of_unit ? blocks(&l) : 0) + (of_x ? planes(&l) : 0);
-    int failed = in_parallel(after_piece, &l, pieces, parallel, threads);
+    long chunks = (of_unit ? blocks(&l) : 0) + (of_x ? planes(&l) : 0);
+    int failed = in_parallel(after_chunk, &l, chunks, parallel, threads);
     free(l.of_each);
     return failed;
 }

@@ -1,4 +1,4 @@
-"""What a layer computes besides its convolution and h·g in C: calls of layer.c."""
+"""What C computes in a layer besides h·g: calls of layer.c."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from dcnet.ops.inputs import RADIUS_FLOOR
 
 Windows = Sequence[int]  # `box_sum.Windows`: size, step, apart, before, inputs, outputs
 _ONE = (1, 1, 1, 0, 1, 1)
-_NUMBERS = 8192  # of kernels in a piece of work
+_NUMBERS = 8192  # of kernels in a chunk of work
 
 
 class Sizes(NamedTuple):
-    """The sizes of a layer as C takes them, and how many numbers its functions compute with."""
+    """The sizes of a layer as a C array, and how many numbers the functions of layer.c compute with."""
 
     in_c: Any
     of_weight: int
@@ -34,7 +34,7 @@ def sizes_of(shape: tuple[int, ...], groups: int, windows: tuple[Windows, ...], 
 
 
 class Radius(NamedTuple):
-    """The radius of every kernel: ρ, or where it is learned what it is made of, and what it is multiplied by."""
+    """The radius of every kernel: ρ, or its raw parameter if it is learned, and what multiplies it."""
 
     rho: Tensor | None
     learned: bool = False
@@ -112,7 +112,8 @@ class Layer:
     ) -> None:
         """Add the part of the norms to the gradient in x.
 
-        Turn those in normalized kernels and in radii into those in kernels and in ρ, or what it is made of, in place.
+        Turn the gradients in normalized kernels and in radii into those in kernels and in ρ (or its raw parameter), in
+        place.
         """
         tensors = (x, norms, of_norms, of_x, weight, numbers, of_unit, of_w_norms, radius.rho)
         given = (None if t is None else t.data_ptr() for t in tensors)

@@ -1,4 +1,4 @@
-/* ‖x‖ of every patch, and what a gradient in it adds to that in x, for one group of channels of an image.
+/* ‖x‖ of every patch, and the part of the gradient in x that comes from ‖x‖, for one group of channels of an image.
  *
  * Before this text come elementary.h and parallel.h. */
 
@@ -15,7 +15,8 @@ struct maps {
 
 static long least(long a, long b) { return a < b ? a : b; }
 
-/* The windows whose j-th place lies inside the map: from *first to before the number returned; *place is the first's. */
+/* The windows whose j-th place lies inside the map: from *first up to, not including, the number returned. *place is
+ * the j-th place of *first. */
 static long inside(const struct windows *w, long j, long *first, long *place) {
     long offset = j * w->apart - w->before;
     *first = offset >= 0 ? 0 : (-offset + w->step - 1) / w->step;
@@ -86,13 +87,14 @@ static int norms_of(const struct maps *m, long number, const float *x, float eps
     return 0;
 }
 
-/* of_x += x·Σ of_norm/norm over the windows that hold a place; of_each comes on top of every of_norm. */
+/* of_x += x·Σ (of_norm + of_each)/norm over the windows that contain a place. */
 static int add_gradient(const struct maps *m, long number, const float *x, const float *norms, const float *of_norms,
                         float of_each, float *of_x) {
     long plane = m->y.inputs * m->x.inputs, width = m->x.inputs, outputs = m->x.outputs;
     const float *norm = norms + number * m->y.outputs * outputs;
     const float *of_norm = of_norms + number * m->y.outputs * outputs;
-    float *restrict spread = scratch(plane + width + outputs), *restrict row = spread + plane, *restrict t = row + width;
+    float *restrict spread = scratch(plane + width + outputs), *restrict row = spread + plane;
+    float *restrict t = row + width;
     if (!spread) return 1;
     memset(spread, 0, plane * sizeof(float));
     for (long o = 0; o < m->y.outputs; o++, norm += outputs, of_norm += outputs) {

@@ -1,45 +1,45 @@
-/* Pieces of work for the threads that PyTorch's own operations run on.
+/* Chunks of work for the threads that PyTorch's own operations run on.
  *
- * Python passes the function GOMP_parallel of the OpenMP library that PyTorch has loaded: a second library would bring
- * a second set of threads, which would wait for the cores that the first one keeps busy. Pieces are handed out one by
- * one, so that a thread that the machine holds up delays no more than one of them. */
+ * Python passes the function GOMP_parallel of the OpenMP library that PyTorch has loaded. A second library would have
+ * its own threads, which would wait for the cores that the first one keeps busy. Chunks are handed out one by one, so
+ * that a slow thread delays only one of them. */
 
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef void (*Parallel)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-typedef int (*Piece)(const void *arguments, long piece); /* 0 unless memory is short */
+typedef int (*Chunk)(const void *arguments, long chunk); /* 0 unless memory is short */
 
 struct work {
-    Piece piece;
+    Chunk chunk;
     const void *arguments;
-    long pieces;
+    long chunks;
     atomic_long next;
     atomic_int failed;
 };
 
-static void take_pieces(void *data) {
+static void take_chunks(void *data) {
     struct work *work = data;
     for (;;) {
-        long piece = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
-        if (piece >= work->pieces) return;
-        if (work->piece(work->arguments, piece)) atomic_store(&work->failed, 1);
+        long chunk = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
+        if (chunk >= work->chunks) return;
+        if (work->chunk(work->arguments, chunk)) atomic_store(&work->failed, 1);
     }
 }
 
-static int in_parallel(Piece piece, const void *arguments, long pieces, Parallel parallel, long threads) {
-    struct work work = {piece, arguments, pieces, 0, 0};
-    if (threads > pieces) threads = pieces;
+static int in_parallel(Chunk chunk, const void *arguments, long chunks, Parallel parallel, long threads) {
+    struct work work = {chunk, arguments, chunks, 0, 0};
+    if (threads > chunks) threads = chunks;
     if (parallel && threads > 1)
-        parallel(take_pieces, &work, (unsigned)threads, 0);
+        parallel(take_chunks, &work, (unsigned)threads, 0);
     else
-        take_pieces(&work);
+        take_chunks(&work);
     return work.failed;
 }
 
-/* Memory of a thread, kept from call to call: what lies between the steps of a piece. NULL where there is none left.
- * It begins with a line of the cache, so that vectors whose number is whole lie in one line each. */
+/* Memory of a thread for the intermediate results of a chunk, kept from call to call; NULL if there is none left. It
+ * starts with a cache line, so that no aligned vector crosses two lines. */
 static float *scratch(size_t floats) {
     static __thread float *memory;
     static __thread size_t size;

@@ -1,24 +1,24 @@
 /* Planes of a depthwise layer in memory, and the dot products and norms of their patches.
  *
- * A plane is one channel of one image. It is copied with zeros around it, and with a stride so that the places that a
- * tap of the kernel meets lie next to each other ("phases": a copy for each remainder of row and column by the stride).
- * Then tap t of the result at place o reads x[o + offset[t]], whatever stride and dilation are. Small planes of several
- * images are stacked, one below the other, with the zeros in between shared. Loops run over a row of results, or over
- * several short rows at once (a "band"). That includes places between the rows that are no results; a mask says so. */
+ * A plane is one channel of one image. It is copied with zeros around it. With a stride it is split into "phases", one
+ * for each remainder of row and column by the stride, so that the places that a tap of the kernel reads lie next to
+ * each other. Then tap t of the result at place o reads x[o + offset[t]] for any stride and dilation. Small planes of
+ * several images are stacked, one below the other, and share the zeros in between. Loops run over a row of results, or
+ * over several short rows at once (a "band"). A mask tells results from the places between rows. */
 
 /* Sizes, in the order of `layout_of` in depthwise.py */
 struct layout {
     long images, channels, multiplier; /* kernels of each channel */
-    long height, width, read_height, read_width, out_height, out_width; /* what no patch holds is not read */
+    long height, width, read_height, read_width, out_height, out_width; /* places in no patch are not read */
     long step_y, step_x, before_y, before_x;
     long pitch, plane; /* of one phase: places in a row, and in all rows of a stack */
     long stack, spacing; /* images in a stack, and rows of a phase from one to the next */
     long band, in_band; /* rows of results, and of x, that a loop takes at once */
-    long kernel, taps; /* numbers in a kernel, and those that meet the map at all */
+    long kernel, taps; /* numbers in a kernel, and those of them that reach the map */
     long margin; /* the largest place of a tap in its phase */
 };
 
-/* Of each tap: its number in the kernel, its phase, its place in the phase */
+/* For each tap: its number in the kernel, its phase, its place in the phase */
 struct taps {
     const long *number, *phase, *place;
 };
@@ -47,13 +47,13 @@ static void fill_mask(const struct layout *l, float *mask, long rows) {
         for (long i = 0; y < l->out_height && i < l->out_width; i++) mask[row * l->pitch + i] = 1.0f;
 }
 
-/* What there is memory for: copies of x, of the gradients of its results, and of results; sums for each kernel */
+/* Sizes of the memory: copies of x, of the gradients of its results, and of results; sums for each kernel */
 struct sizes {
     long copies, gradients, results, sums;
 };
 
-/* Memory for a piece of work, zero where nothing is written; all NULL where there is none left. The pieces of a `call`
- * write to the same places, so that all but sums have to be cleared for the first of a thread only. */
+/* Memory for a chunk of work, zero where nothing is written; all NULL if there is none left. The chunks of a `call`
+ * write to the same places, so that everything except sums is only cleared for a thread's first chunk. */
 static struct memory memory_of(const struct layout *l, struct taps taps, struct sizes s, long call) {
     static __thread long cleared;
     size_t band = band_size(l), tap = tap_room(l), of_weights = s.gradients ? tap * l->multiplier * WIDTH : 0;
@@ -127,7 +127,7 @@ static struct band band_at(const struct layout *l, const struct memory *m, long 
     return (struct band){row, rows, images, row * l->pitch, rounded((rows - 1) * l->pitch + l->out_width), mask};
 }
 
-/* Copy the rows of results of a band to where they lie in a map, or from there; `map` is the stack's first plane. */
+/* Copy a band's rows of results to their places in a map, or from there; `map` is the stack's first plane. */
 static void copy_band(const struct layout *l, struct band b, float *rows, float *map, long image_pitch, int to_map) {
     long image = b.first / l->spacing, y = b.first % l->spacing - 1;
     for (long row = 0; row < b.rows; row++) {
@@ -141,8 +141,9 @@ static void copy_band(const struct layout *l, struct band b, float *rows, float 
     }
 }
 
-/* Sums over the taps of `blocks` vectors of results: Σ w·x into m->dot, √(Σ x² + eps) into m->norm, 1/that. Where no
- * result is, 0, 1 and 0, so that nothing computed from them is infinite. Return the sum of the norms, and of ones. */
+/* Sums over the taps of `blocks` vectors of results: Σ w·x into m->dot, √(Σ x² + eps) into m->norm, and its inverse
+ * into m->inverse. Places that are not results get 0, 1 and 0, so that nothing computed from them is infinite. Return
+ * the sum of m->norm. */
 INLINE Floats patch_block(const int blocks, const int dots, const struct memory *m, const float *x, long taps,
                           float eps, const int exact, const float *mask, long at) {
     Floats dot[4] = {{0}}, squares[4] = {{0}}, sum = {0};

@@ -1,7 +1,7 @@
 /* 3×3 kernels without stride or dilation, on wide maps: three rows of results at once.
  *
- * What limits these loops is how many vectors are read. A row of x is in the patches of three rows of results, and is
- * read once for all of them. */
+ * The number of vectors read limits the speed of these loops. A row of x belongs to the patches of three rows of
+ * results, and is read once for all of them. */
 
 enum { ROWS = 3, SIDE = 3 };
 
@@ -14,7 +14,7 @@ static int takes_rows(const struct layout *l, const struct memory *m) {
 /* the last vector of a row overlaps the one before */
 static long in_row(long at, long width) { return at + WIDTH <= width ? at : width - WIDTH; }
 
-/* Σ w·x, √(Σ x² + eps) and 1/that for a vector in each of three rows; return the sum of the norms. */
+/* Σ w·x, √(Σ x² + eps) and its inverse for a vector in each of three rows; return the sum of the norms. */
 INLINE Floats patch_rows(const int dots, const struct memory *m, const float *x, long pitch, float eps, long at) {
     Floats dot[ROWS] = {{0}}, across[ROWS + SIDE - 1] = {{0}}, sum = {0};
     UNROLLED for (int row = 0; row < ROWS + SIDE - 1; row++)
@@ -35,7 +35,7 @@ INLINE Floats patch_rows(const int dots, const struct memory *m, const float *x,
     return sum;
 }
 
-/* The same for a band; return 0 where `patch_blocks` has to do it: rows are left over, or numbers are not finite. */
+/* The same for a band; return 0 if `patch_blocks` has to do it, for left-over rows or numbers that are not finite. */
 INLINE int patch_band(const int dots, const struct layout *l, const struct memory *m, const float *x, float eps,
                       struct band b) {
     if (b.rows % ROWS || eps < 1e-30f || !takes_rows(l, m)) return 0;
@@ -71,7 +71,7 @@ INLINE void spread_rows(const struct memory *m, long pitch, long start, float *t
     }
 }
 
-/* Σ w·x of each patch of a band into m->dot, √(Σ x² + eps) into m->norm, and 1/that into m->inverse */
+/* Σ w·x of each patch of a band into m->dot, √(Σ x² + eps) into m->norm, and its inverse into m->inverse */
 static void dots_and_norms(const struct layout *l, const struct memory *m, const float *x, float eps, struct band b) {
     if (patch_band(1, l, m, x, eps, b)) return;
     if (eps < 1e-30f || has_nan(patch_blocks(1, m, x, l->taps, eps, 0, b))) patch_blocks(1, m, x, l->taps, eps, 1, b);

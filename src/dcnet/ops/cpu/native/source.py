@@ -1,7 +1,7 @@
-"""Write a recorded computation as C: loops over rows of results, in which nothing in between goes to memory.
+"""Write a recorded computation as C: loops over rows of results, whose intermediate results never go to memory.
 
-Formulas are Python, also those that users register. Recorded with torch.fx, each operation becomes one line of C, and
-the compiler makes vector code of the loop around them. An operation that has no line here raises `NotInC`.
+Formulas, including those of users, are Python. They are recorded with torch.fx. Each operation becomes one line of C,
+and the compiler vectorizes the loop around these lines. An operation that has no line here raises `NotInC`.
 """
 
 import math
@@ -31,7 +31,7 @@ def _clamp(x: str, min: str | None = None, max: str | None = None) -> str:
 
 
 def _power(base: str, exponent: str) -> str:
-    """Whole powers as products, as PyTorch has the square and the cube."""
+    """Return C for a power; squares and cubes as products, as in PyTorch."""
     return {"2.0f": f"{base} * {base}", "3.0f": f"{base} * {base} * {base}"}.get(exponent, f"power({base}, {exponent})")
 
 
@@ -47,7 +47,7 @@ def _same(x: str, *_: Any, **__: Any) -> str:
     return x
 
 
-# What each operation is in C. Sums and what follows them are linear in what is summed, so that the loops add up results
+# The C for each operation. What follows a sum is linear in the summands, so that the loops can add up the final results
 # instead: `sum` and `squeeze` return their argument.
 _EXPRESSIONS: dict[Any, Callable[..., str]] = {
     operator.mul: _operator("*"),
@@ -99,9 +99,9 @@ def row_functions(
         relu: whether the output is that of a ReLU, which backward gets.
         norm_of_each: whether each result of a row has a norm of its own; otherwise one norm is for the row.
         vector_of_each: whether each result of a row has its own number of a vector; otherwise one is for the row.
-        single: whether a norm belongs to one kernel only. Its gradient is then written instead of added up, and is
-            that in half the square of the norm. Rows are whole vectors of WIDTH results.
-        lanes: whether a row is one of vectors of WIDTH results, each lane with its own numbers of the vectors.
+        single: whether each norm belongs to one kernel. Its gradient is then written instead of added up, as the
+            gradient in half the squared norm. Rows are whole vectors of WIDTH results.
+        lanes: whether a row consists of SIMD vectors of WIDTH results, and each lane has its own numbers of `vectors`.
             These, and the sums, come LANES at a time, a multiple of WIDTH.
     """
     given = [name for name, there in vectors.items() if there]
@@ -156,10 +156,10 @@ def row_functions(
     values = "const float *const *vectors" if vector_of_each else "const float *vectors"
     grads = "const float *restrict ys, const float *restrict es, float *restrict of_ds, float *restrict of_ns"
     totals_of = "float *const *sums" if vector_of_each else "double *restrict sums"
-    # whole vectors, as long as vectors.h has them, where rows are made of them
+    # with `single`, rows are whole vectors of the length in vectors.h
     simd = "#pragma omp simd simdlen(WIDTH)" if single else "#pragma omp simd"
     loop = _loop_of_lanes if lanes else partial(_loop, simd=simd)
-    # inlined into a long function, choices between values become jumps, and the loop is not written with vectors
+    # if it were inlined into a long function, choices between values would become jumps, and loops not be vectorized
     static = "static __attribute__((noinline))" if single else "static"
     return "\n".join(
         [
@@ -176,9 +176,9 @@ def row_functions(
 
 
 def _divided(lines: Sequence[str], fixed: set[str]) -> tuple[list[str], list[str]]:
-    """Divide lines into those that depend on nothing but fixed names, the same for the whole row, and the rest.
+    """Divide lines into those that depend on fixed names only, and so are the same for the whole row, and the rest.
 
-    Left in the loop, a choice by such a value makes gcc write a loop for each case, and none of them with vectors.
+    If a choice by such a value were left in the loop, gcc would write a loop for each case and vectorize none of them.
     """
     once, each = [], []
     for line in lines:
@@ -194,11 +194,11 @@ def _divided(lines: Sequence[str], fixed: set[str]) -> tuple[list[str], list[str
 def _loop(
     before: Sequence[str], totals: Sequence[str], inside: Sequence[str], after: Sequence[str], simd: str
 ) -> list[str]:
-    """Return a loop over a row; one with totals runs over pieces of it, since a long sum in float loses digits."""
+    """Return a loop over a row; one with totals runs over chunks of it, since a long sum in float loses digits."""
     simd = f"{simd} reduction(+ : {', '.join(totals)})" if totals else simd
     if not totals:
         return [*_indented(before), simd, *_indented(["for (long i = 0; i < count; i++) {", *_indented(inside), "}"])]
-    piece = [
+    chunk = [
         "long end = start + 256 < count ? start + 256 : count;",
         *(f"float {name} = 0.0f;" for name in totals),
         simd,
@@ -207,11 +207,11 @@ def _loop(
         "}",
         *after,
     ]
-    return _indented([*before, "for (long start = 0; start < count; start += 256) {", *_indented(piece), "}"])
+    return _indented([*before, "for (long start = 0; start < count; start += 256) {", *_indented(chunk), "}"])
 
 
 def _by_lane(of_lane: Sequence[str], once: Sequence[str], each: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return lines that compute what is the same for a lane into arrays, and the lines of the loop with these read."""
+    """Return lines that store what is fixed for each lane in arrays, and the loop's lines, which read the arrays."""
     if not once:
         return [], list(each)
     names = [line.split(" ")[1:3] for line in once]  # const KIND NAME = …
@@ -227,13 +227,13 @@ def _loop_of_lanes(
     before: Sequence[str], totals: Sequence[str], inside: Sequence[str], after: Sequence[str]
 ) -> list[str]:
     """Return a loop over a row of vectors, several at once as long as there are enough; each lane has its totals."""
-    pieces = ["long start = 0;"]
+    loops = ["long start = 0;"]
     for lanes in ("LANES", "WIDTH"):
         every = f"for (long lane = 0; lane < {lanes}; lane++) {{"
         body = [f"#pragma omp simd simdlen({lanes})", every, *_indented(["const long i = start + lane;", *inside]), "}"]
-        pieces += [f"for (; start + {lanes} <= count; start += {lanes})", *_indented(body)]
+        loops += [f"for (; start + {lanes} <= count; start += {lanes})", *_indented(body)]
     sums = [f"float {name}[LANES] = {{0}};" for name in totals]
-    return _indented([*before, *sums, *pieces, *([_LANES, *_indented(after), "}"] if after else [])])
+    return _indented([*before, *sums, *loops, *([_LANES, *_indented(after), "}"] if after else [])])
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
@@ -254,7 +254,7 @@ def _statements(
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = str(node.target)
-        elif node.target is not getattr:  # a dtype is asked for: all are float
+        elif node.target is not getattr:  # reads a dtype: all are float
             kind, text = _expression(node, values)
             values[node] = f"t{len(values)}"
             lines.append(f"const {kind} {values[node]} = {text};")
@@ -274,7 +274,7 @@ def _expression(node: fx.Node, values: Mapping[fx.Node, str]) -> tuple[str, str]
 
 
 def _unvalued(node: fx.Node, values: Mapping[fx.Node, str]) -> list[Any]:
-    """Return the arguments that are no numbers: dimensions to sum over, dtypes."""
+    """Return the arguments that are not numbers: dimensions to sum over, dtypes."""
     return [a for a in node.args if isinstance(a, tuple | list) or (isinstance(a, fx.Node) and a not in values)]
 
 

@@ -1,5 +1,4 @@
-/* The gradient in x from those in the dot products and norms of its patches: what each patch takes from x, given back.
- */
+/* The gradient in x from those in the dot products and norms of its patches. */
 
 /* m->y = x·Σ of_squares, and with `dots` + Σ w·of_dot, over the taps of one phase */
 INLINE void spread_block(const int blocks, const int dots, const struct layout *l, struct taps taps,

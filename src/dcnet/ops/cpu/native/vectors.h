@@ -24,7 +24,7 @@ INLINE Floats chosen(Mask where, Floats a, Floats b) { return (Floats)(((Mask)a 
 INLINE Floats all(float value) { return (Floats){0} + value; }
 static long rounded(long count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
-/* memcpy for short rows, with the last vector over a part of the one before */
+/* memcpy for short rows; the last vector overlaps the one before */
 INLINE void copy_row(float *to, const float *from, long count) {
     if (count >= WIDTH) {
         for (long i = 0; i + WIDTH <= count; i += WIDTH) store(to + i, load(from + i));
@@ -49,8 +49,8 @@ INLINE Floats inverse_root(Floats s) {
 }
 #endif
 
-/* √s and 1/√s; of 0, 0 and 0. Square root and division take as long as twenty products, so that an approximation is used
- * where it can be. It is not `exact` for 0 and for subnormal numbers, and gives NaN for an infinite s. */
+/* √s and 1/√s; both are 0 for s = 0. A square root and a division take as long as twenty products, so unless `exact` an
+ * approximation is used. It is wrong for 0 and for subnormal numbers, and gives NaN for an infinite s. */
 INLINE void root_and_inverse(Floats s, const int exact, Floats *root, Floats *inverse) {
 #ifdef __AVX__
     if (!exact) {
