@@ -484,7 +484,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("start", ["bn", "act"])
 def test_checkpoints_that_begin_behind_a_convolution(start, reentrant):
-    """What is repeated in backward begins with the convolution's finished result, for two inputs in turn."""
+    """What is repeated in backward begins with the convolution's fused result, for two inputs in turn."""
     fused, x = Plain(start=start, reentrant=reentrant), torch.randn(4, 3, 6, 6, requires_grad=True)
     plain = copy.deepcopy(fused)
     dcnet.decouple_(plain, fuse=False)

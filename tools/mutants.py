@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "checkpoints: what follows is done again",
         "layers/fusion.py",
-        "return conv is not None and self.finishes(conv)",
+        "return conv is not None and self.fuses(conv)",
         "return False",
         "test_fuse.py",
     ),
@@ -157,7 +157,7 @@ MUTANTS = [
         "test_fuse.py",
     ),
     Mutant(
-        "copies: parts of them are finished",
+        "copies: parts of them are fused",
         "layers/fusion.py",
         "within.fused_code is not None or within.code_is_due",
         "within.fused_code is not None",
@@ -1441,7 +1441,7 @@ MUTANTS = [
         "test_fused_code.py",
     ),
     Mutant(
-        "fusion: a part by itself is finished",
+        "fusion: a part by itself is fused",
         "layers/fusion.py",
         "return not elsewhere and self.holds(conv)",
         "return self.holds(conv)",

@@ -1,4 +1,4 @@
-"""A convolution with what follows it: BatchNorm, a residual addition, an activation, fused where they can be."""
+"""A convolution with its BatchNorm, residual addition and activation, fused where possible."""
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,15 @@ from dcnet.util.compat import changed_by_fsdp, hooked
 
 
 class Block(HandsOn):
-    """A convolution with what follows it: act(norm(conv(x)) + residual).
+    """A convolution with a norm, a residual addition and an activation: act(norm(conv(x)) + residual).
 
     Where the convolution is decoupled and followed by a BatchNorm or a ReLU, the parts share passes over memory, which
-    is faster and needs less of it. A forward hook on the convolution then sees the finished result. Where the norm has
-    hooks, each part does its own work.
+    is faster and needs less of it. A forward hook on the convolution then sees the fused result. Where the norm has
+    hooks, each part is computed by itself.
 
     Args:
         conv: a convolution or linear layer, decoupled or plain.
-        norm: what follows it, such as `nn.BatchNorm2d`; None for nothing.
+        norm: a module such as `nn.BatchNorm2d`, or None.
         activation: None, "relu", "prelu" (a slope for each channel, starting at 0), "relu6", "silu", "gelu",
             "gelu_tanh" or "hardswish".
 
@@ -57,11 +57,11 @@ class Block(HandsOn):
         self, x: Tensor, energy: Tensor | None, leave: bool, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         conv, norm = self.conv, self.norm
-        # torch.fx records one module after the other; FSDP2 casts what it finds among a layer's keyword arguments, and
-        # running averages would move in a copy
+        # torch.fx records one module after the other. FSDP2 casts the keyword arguments of a layer, so that only a copy
+        # of running averages would be updated
         if isinstance(x, Proxy) or not isinstance(conv, Decoupled) or changed_by_fsdp(conv):
             return self._one_by_one(x, residual), None
-        # explained, every module shows by itself what it does
+        # explanations need the result of every module
         if own_forward(conv) or (conv.explained_by and is_explained(conv)):
             return self._one_by_one(x, residual), None
         if norm is not None and is_norm_of(norm, conv, x) and not hooked(norm):
@@ -75,7 +75,7 @@ class Block(HandsOn):
         return conv(x, post_ops=post_ops), None
 
     def _one_by_one(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Return the same, computed with one pass for each part."""
+        """Compute the same, with one pass for each part."""
         y, norm = self.conv(x), self.norm
         if norm is not None:
             y = norm(y)

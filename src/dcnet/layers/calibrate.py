@@ -1,6 +1,6 @@
-"""Start a converted network with as much of the trained network's function as another operator can keep.
+"""Start a converted network as close to the trained network's function as the new operator can be.
 
-A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted layer gives f = h(n)·g(θ). This is what is kept:
+A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted layer gives f = h(n)·g(θ). This is kept:
 
 - *The scale.* Over a layer's patches, each channel of f gets the mean and the deviation of its y: a·f + d with
   a = σ_y/σ_f and d = μ_y − a·μ_f. So ‖w‖, which an unweighted operator does not have, is not lost: for LinearConv a is
@@ -10,13 +10,13 @@ A trained layer gives y = ‖w‖·n·cos θ + b with n = ‖x‖; the converted
   γ' differs from γ only because of ε.
   Where no BatchNorm follows, ‖w‖ itself is the scale: the operator gets `weighting="linear"`, w becomes a·w, and a bias
   takes d.
-- *The shape.* A scale cannot undo that h is bent. Over the patches, h and n enclose an angle, and the share of the
-  signal that is lost is 1 − ⟨h, n⟩²/(⟨h, h⟩⟨n, n⟩). A small radius bends h within the norms that occur. A large radius
-  makes h a straight line, and the operator a slow way to write LinearConv. So the radius is the smallest that loses no
-  more than `LOST`.
+- *The shape.* A scale cannot undo that h is not linear. Over the patches, there is an angle between h and n, and the
+  share of the signal that is lost is 1 − ⟨h, n⟩²/(⟨h, h⟩⟨n, n⟩). With a small radius h is curved within the range of
+  norms. With a large radius h is a straight line, and the operator a slow LinearConv. So the radius is the smallest
+  one that loses no more than `LOST`.
 - *The order.* Layers are calibrated one after the other. The statistics of f are measured on the outputs of the
-  converted layers before it. Each of these has its mean and deviation back already: those that the trained layer has on
-  the same batch. This takes two passes over the batches, one by each network.
+  converted layers before it, which are already corrected to the mean and deviation that the trained layer has on the
+  same batch. This takes two passes over the batches, one by each network.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from dcnet.layers.running import evaluating, hooks
 from dcnet.ops import make_operator
 from dcnet.util.compat import BatchNorm
 
-LOST = 0.01  # the share of a layer's signal that the bend of h may cost
+LOST = 0.01  # the share of a layer's signal that the curvature of h may cost
 _RADII = [2.0 ** (i / 4) for i in range(25)]  # to try, in units of E{‖x‖}: from 1, as in a new layer, to 64
 
 
@@ -92,7 +92,7 @@ def _measure(
 ) -> dict[str, Moments]:
     """Return the mean and variance of each converted layer's output, by name.
 
-    Run the converted network for it, with each layer's output brought to the mean and deviation of the trained layer.
+    For this, run the converted network. Each layer hands on its output with the mean and deviation of the trained one.
     """
     measured = {name: Moments() for name in layers}
 
@@ -119,7 +119,7 @@ def _measure(
             layer.reset_running_stats()
             layer.train()
             layer.momentum = None  # a cumulative average of E{‖x‖}
-            # a hook that sees keywords makes our blocks run a module after the other
+            # a hook with keywords makes a `Block` call its modules one after the other
             handles.append(layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True))
             handles.append(layer.register_forward_hook(corrected(name), with_kwargs=True))
         try:
@@ -146,7 +146,7 @@ def _scale_and_shift(wanted: Moments, given: Moments) -> tuple[Tensor, Tensor]:
 def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
     """Change the BatchNorm so that it gives for f what it gave for a·f + d."""
     variance = y.variance if norm.running_var is None else norm.running_var.double()
-    if norm.weight is not None:  # first: in float64 the variance is running_var itself, which changes below
+    if norm.weight is not None:  # must come first: in float64 `variance` is running_var itself, which changes below
         norm.weight.mul_(((variance + a.square() * norm.eps) / (variance + norm.eps)).sqrt().to(norm.weight))
     if norm.running_mean is not None and norm.running_var is not None:
         norm.running_mean.copy_(f.mean + (norm.running_mean.double() - y.mean) / a)
@@ -154,11 +154,11 @@ def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
 
 
 def _scalable(layer: Decoupled, owners: Mapping[Tensor, int]) -> bool:
-    """Tell whether scaling a layer's kernels scales its output, or will with `weighting="linear"`, and nothing else.
+    """Tell whether scaling a layer's kernels scales only its output, if need be with `weighting="linear"`.
 
-    owners: how many modules have a parameter.
+    owners: the number of modules that have a parameter.
     """
-    # a subclass may compute its kernels from the weight: standardized kernels have no length of their own
+    # a subclass may compute its kernels from the weight: the length of standardized kernels is fixed
     usual = layer.weighting in (None, "linear") and type(layer) in TWINS.values()
     return usual and owners[layer.weight] == 1  # 0 where the kernels are no parameter: weight_norm computes them
 

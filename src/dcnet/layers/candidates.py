@@ -27,7 +27,7 @@ _ARITHMETIC = ("forward", "_conv_forward", "__call__", "__getattr__", "weight", 
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of PyTorch that a layer is, or is derived from."""
+    """Return the PyTorch class of a layer, or the one that it is derived from."""
     return next(plain for plain in TWINS if isinstance(module, plain))
 
 
@@ -37,7 +37,7 @@ def twin_of(kind: type[nn.Module]) -> type[Decoupled]:
 
 
 def what_it_overrides(kind: type[nn.Module]) -> str:
-    """Return which methods of its arithmetic a subclass overrides and would lose, such as "forward".
+    """Return which arithmetic methods a subclass overrides and would lose, such as "forward".
 
     Return "" if the decoupled twin computes the same.
     """
@@ -48,9 +48,9 @@ def what_it_overrides(kind: type[nn.Module]) -> str:
 
 
 def refuse_wrapped(model: nn.Module, what: str = "decouple_ cannot add parameters to", verb: str = "convert") -> None:
-    """Raise where a wrapper such as DDP or FSDP reduces the gradients of the present parameters.
+    """Raise if the model is inside a wrapper such as DDP or FSDP, which reduces the gradients of its parameters.
 
-    It would not know of new parameters, which would then differ between ranks.
+    The wrapper would miss new parameters, which would then differ between ranks.
     """
     wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     wrapped += modules_of_fsdp(model, "FSDPModule") + modules_of_fsdp(model, "FullyShardedDataParallel")
@@ -69,9 +69,9 @@ def reason_to_leave(
     selection: Selection,
     special: Mapping[nn.Module, str],
 ) -> str:
-    """Say why a layer is not to be converted, or nothing; raise where it was asked for by its class and cannot be.
+    """Say why a layer is not to be converted, or nothing; raise if its class was asked for, but it cannot be converted.
 
-    special: layers to leave for what they are, with the reason; what `selection` leaves has that reason first.
+    special: other layers to leave, with the reason; a reason of `selection` comes first.
     """
     kind, plain = type(module), plain_class(module)
     if isinstance(module, Decoupled):

@@ -1,8 +1,8 @@
 """Modules that hand the energy of a map, ½·Σ x² over channels, to the module that takes the map.
 
-Only between modules of ours, where nobody else sees the map. An energy has a gradient of its own, which the map's does
-not include: were it attached to the map itself, `retain_grad`, tensor hooks and `torch.autograd.grad` on the map would
-silently get a part of its gradient.
+This happens only between modules of this package, where nobody else sees the map. An energy has a gradient of its own,
+which the map's gradient does not include. If an energy went along with a map that others see, `retain_grad`, tensor
+hooks and `torch.autograd.grad` on this map would silently get only a part of its gradient.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ class HandsOn(nn.Module):
     """A module that takes the energy of its input and leaves that of its output."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        """Return what the module makes of x."""
+        """Return the module's result for x."""
         return self.with_energy(x, None, False, *rest)[0]
 
     def with_energy(self, x: Tensor, energy: Tensor | None, leave: bool, *rest: Any) -> tuple[Tensor, Tensor | None]:
-        """Return `forward`'s result for x with this energy, and, if asked to leave it, the result's energy or None."""
+        """Return `forward`'s result for x with this energy, and, with `leave`, the result's energy or None."""
         raise NotImplementedError
 
 
 def hands_on(module: nn.Module) -> bool:
-    """Tell whether `with_energy` is all there is to a module: no forward of a subclass or an instance, no hooks."""
+    """Tell whether a module only does `with_energy`: no forward of a subclass or an instance, no hooks."""
     own_forward = type(module).forward is not HandsOn.forward or "forward" in vars(module)
     return isinstance(module, HandsOn) and not own_forward and not hooked(module)
 
@@ -33,7 +33,7 @@ def hands_on(module: nn.Module) -> bool:
 def hand_on(
     module: nn.Module, x: Tensor, energy: Tensor | None, leave: bool, *rest: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the module's result and its energy, None where the module does not hand energies on."""
+    """Return the module's result and its energy; None if the module does not hand energies on."""
     return module.with_energy(x, energy, leave, *rest) if hands_on(module) else (module(x, *rest), None)  # type: ignore[operator]
 
 
@@ -41,7 +41,7 @@ class Chain(nn.Sequential):
     """`nn.Sequential` in which blocks hand energies on to blocks that follow immediately."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the last module makes of it."""
+        """Return the result of the last module."""
         takes = [hands_on(module) for module in self]
         energy = None
         for module, takes_it, wanted in zip(self, takes, [*takes, False][1:], strict=True):

@@ -17,7 +17,7 @@ Size = int | tuple[int, ...]  # one for all dimensions, or one for each
 
 
 class _DecoupledConv(Decoupled):
-    """Goes before `nn.ConvNd` among the bases: that layer's arguments first, then `Decoupled`'s."""
+    """Mixin; list it before `nn.ConvNd` in the bases. Its arguments are that layer's, then `Decoupled`'s."""
 
     out_channels: int
     kernel_size: tuple[int, ...]
@@ -90,7 +90,7 @@ class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
 
 
 class _LazyDecoupledConv(LazyConvXdMixin):
-    """Goes before a decoupled convolution among the bases: `in_channels` is read off the first input."""
+    """Mixin; list it before a decoupled convolution in the bases. It takes `in_channels` from the first input."""
 
     _init_decoupling: Callable[..., None]  # the decoupled convolution's
 

@@ -40,9 +40,9 @@ class DecoupleReport:
         converted: the names of the layers that are decoupled now.
         skipped: the layers left as they were, each with the reason.
         added: the names of the new parameters.
-        notes: what else there is to know.
-        rows: of the table that the report prints, one for each layer.
-        fused: what `fuse_` did afterwards.
+        notes: anything else to know.
+        rows: the rows of the printed table, one for each layer.
+        fused: what `fuse_` did afterward.
     """
 
     converted: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ def decouple_(
 def _check_there_is_something(
     model: nn.Module, layers: dict[str, nn.Module], types: tuple[type[nn.Module], ...]
 ) -> None:
-    """Raise for a model that has no layer of these types, converted or not: nothing would be done, without a word."""
+    """Raise for a model that has no layer of these types, converted or not, instead of silently doing nothing."""
     if any(isinstance(module, (*types, Decoupled)) for module in layers.values()):
         return
     wanted = ", ".join(f"nn.{kind.__name__}" if kind in TWINS else kind.__name__ for kind in types)
@@ -222,7 +222,7 @@ def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> Callable[
         for module in chosen.values():
             state = dict(module.__dict__)
             before[module] = type(module), state | {key: state[key].copy() for key in ("_parameters", "_buffers")}
-            # The decoupled layers are the plain ones with other arithmetic, so changing the class converts the layer.
+            # Decoupled layers are plain ones with different arithmetic, so changing the class converts the layer.
             module.__class__ = twin_of(type(module))
             assert isinstance(module, Decoupled)
             module._init_decoupling(LayerOptions(**options))
@@ -243,7 +243,7 @@ def _new_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _warn_of_what_is_dropped(chosen: dict[str, nn.Module]) -> list[str]:
-    """Return notes on the layers whose own arithmetic is about to go, and warn: a report need not be looked at."""
+    """Return notes on the layers that lose their own arithmetic, and warn, since nobody has to read the report."""
     dropped = {name: what for name, module in chosen.items() if (what := what_it_overrides(type(module)))}
     notes = [
         f"{_shown(name)}: the {what} of {type(chosen[name]).__name__} is dropped" for name, what in dropped.items()

@@ -50,8 +50,8 @@ def parameters(layer: nn.Module) -> int:
 def multiply_adds(layer: nn.Module, shapes: Shapes) -> int:
     """Return the multiply-adds of a layer in these calls.
 
-    A decoupled layer has those of its products, and others for the norms and formulas: one for each input (its square),
-    one for each number that a window sums, and for each output one for each operation of h and g.
+    A decoupled layer has those of its products, and more for the norms and formulas: one for each input (its square),
+    one for each number that a window sums, and one for each operation of h and g and each output.
     """
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -68,7 +68,7 @@ def multiply_adds(layer: nn.Module, shapes: Shapes) -> int:
 
 @lru_cache(1024)
 def _operations(operator: Operator, nonzero: bool, biased: bool) -> int:
-    """Return the operations for each output of a layer whose kernels differ in all they have."""
+    """Return the operations for each output of a layer whose kernels have different radii, parameters and so on."""
     vector = torch.tensor([1.5, 2.5], device="cpu")
     vectors = Vectors(
         factor=None if operator.weighting in (None, "joint") else vector,

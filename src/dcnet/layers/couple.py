@@ -77,7 +77,7 @@ def inner_product_factor(operator: Operator) -> float | None:
 
 @torch.no_grad()
 def plain_kernel(layer: Decoupled) -> Tensor | None:
-    """Return the kernels with which the plain layer computes what this one does; None where there are none."""
+    """Return the kernels with which a plain layer computes what this one does; None if there are none."""
     factor = inner_product_factor(layer.operator)
     if factor is None:
         return None
@@ -99,8 +99,8 @@ def couple_(model: nn.Module, fold: bool = True, example_input: ExampleInput | N
     Args:
         model: any model with decoupled layers.
         fold: also fold the BatchNorm behind such a layer into its kernels, where both are in evaluation mode and have
-            no hooks, and nothing else reads what lies between. An `nn.Identity` takes its place, and in that of timm's
-            `BatchNormAct2d` its activation stays.
+            no hooks, and nothing else reads the layer's result. An `nn.Identity` replaces it; of timm's
+            `BatchNormAct2d`, the activation stays.
         example_input: a tensor, a tuple of arguments, or a dict of named ones, to run the model on once, to see which
             BatchNorm follows which layer; without one the model is traced by torch.fx, which not every model allows.
 
@@ -156,7 +156,7 @@ def couple_(model: nn.Module, fold: bool = True, example_input: ExampleInput | N
 
 
 def _known_from_fusions(model: nn.Module, layers: dict[str, Decoupled]) -> Seen:
-    """Return which BatchNorm follows which layer as far as `fuse_` has found out, perhaps with an example."""
+    """Return which BatchNorm follows which layer, as far as `fuse_` has found out, perhaps with an example."""
     names = {module: name for name, module in model.named_modules()}
     fusions = {name: layer.fusion for name, layer in layers.items() if layer.fusion and layer.fusion.holds(layer)}
     norms = {name: names[fusion.norm.module] for name, fusion in fusions.items() if fusion.norm is not None}
@@ -182,7 +182,7 @@ def _reason_to_leave(layer: Decoupled) -> str:
 def _needed_by_others(
     model: nn.Module, layers: dict[str, Decoupled], kernels: dict[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Return the layers whose kernels belong to other modules too that would not become plain in the same way."""
+    """Return the layers that share kernels with modules that would not get the same ones, and those modules."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in {p for p in module._parameters.values() if p is not None}:
@@ -198,11 +198,11 @@ def _needed_by_others(
 @torch.no_grad()
 def _make_plain(layer: Decoupled, kernel: Tensor) -> None:
     extras = layer._extras()
-    if layer.weighted_gradient is not None:  # it would act on the kernels from outside
+    if layer.weighted_gradient is not None:  # its hook is on the kernels, and would stay
         layer.weighted_gradient.remove()
     layer.weight.copy_(kernel)
     layer.__class__ = plain_class(layer)  # type: ignore[assignment]
-    # what others have put on the layer stays
+    # attributes that others have put on the layer stay
     for store, names in (
         (layer._parameters, ["raw_radius", *extras]),
         (layer._buffers, STARTS),
@@ -213,7 +213,7 @@ def _make_plain(layer: Decoupled, kernel: Tensor) -> None:
 
 
 def _lift_refusals(model: nn.Module) -> None:
-    """Let methods that merge kernels work again where no decoupled layer is left inside."""
+    """Let methods that merge kernels work again in modules without decoupled layers."""
     for module in model.modules():
         if not any(isinstance(child, Decoupled) for child in module.modules()):
             for method in [key for key, value in vars(module).items() if isinstance(value, Refusal)]:

@@ -1,4 +1,4 @@
-"""What every decoupled layer shares: its operator, learned radius and parameters, and the running mean norm."""
+"""The base of all decoupled layers: the operator, learned radius and parameters, and the running mean norm."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from dcnet.ops import (
 from dcnet.util.compat import buffer, parameter, recorded_by_jit
 
 STARTS = {"raw_radius": 1.0, "running_norm": 1.0, "num_batches_tracked": 0.0}
-# What a decoupled layer has among its attributes and a plain one has not, besides parameters and buffers
+# attributes that a decoupled layer has and a plain one does not, besides parameters and buffers
 OWN_ATTRIBUTES = (
     *("operator", "radius", "eps", "momentum", "sync", "impl"),
     *("constrained", "weighted_gradient", "fusion", "explained_by", "standardization_eps"),
@@ -35,9 +35,9 @@ OWN_ATTRIBUTES = (
 
 
 class _UnexpectedBias(str):
-    """The key of a bias that a layer has no place for.
+    """The key of a bias for a layer without one.
 
-    In the error of `load_state_dict`, which is made of such keys, it says what to do.
+    The error of `load_state_dict` shows such keys; there, this one says what to do.
     """
 
     def __format__(self, spec: str) -> str:
@@ -48,7 +48,7 @@ class _UnexpectedBias(str):
 
 
 class Decoupled(nn.Module):
-    """What decoupled layers add to a plain layer: goes before it among the bases.
+    """Mixin that makes a plain layer decoupled; list it before the plain layer in the bases.
 
     The arguments are described in `DecoupledConv2d` and `DecoupledLinear`.
     """
@@ -61,9 +61,9 @@ class Decoupled(nn.Module):
     operator: Operator
     groups: int
     constrained = True  # whether projection, weighted gradients and penalties act on its kernels; off for a classifier
-    weighted_gradient: Any = None  # what `weight_gradients_` puts here
-    fusion: Any = None  # what `fuse_` puts here: the BatchNorm and activation whose work this layer does
-    explained_by: tuple[Explaining, ...] = ()  # what `dcnet.explanations` puts here
+    weighted_gradient: Any = None  # set by `weight_gradients_`
+    fusion: Any = None  # set by `fuse_`: the BatchNorm and activation whose work this layer does
+    explained_by: tuple[Explaining, ...] = ()  # set by `dcnet.explanations`
 
     def _init_decoupling(self, options: LayerOptions) -> None:
         """Add what decoupling needs to a constructed plain layer; raise before anything is changed."""
@@ -78,7 +78,7 @@ class Decoupled(nn.Module):
         learns_radius = has_radius and options.radius == "learned"
         self.register_parameter("raw_radius", nn.Parameter(torch.empty(kernels, **like)) if learns_radius else None)
         self.register_buffer("running_norm", torch.empty(groups, **statistics) if learns_radius else None)
-        # a float, as running_norm is: it only ever divides
+        # a float like running_norm, since it is only used as a divisor
         self.register_buffer("num_batches_tracked", torch.empty((), **statistics) if learns_radius else None)
         for name in operator.learned:
             self.register_parameter(f"raw_{name}", nn.Parameter(torch.empty(kernels, **like)))
@@ -105,18 +105,18 @@ class Decoupled(nn.Module):
 
     @property
     def effective_weight(self) -> Tensor:
-        """The kernels that are decoupled: the weight; a subclass may prepare it first."""
+        """The kernels that are decoupled: the weight, which a subclass may prepare first."""
         return parameter(self, "weight")  # type: ignore[no-any-return]
 
     @property
     def effective_radius(self) -> Tensor | None:
-        """ρ of each kernel before E{‖x‖}, or the literal radius: (out_channels,); None where there is none."""
+        """ρ of each kernel, not yet times E{‖x‖}, or the literal radius: (out_channels,); None if there is none."""
         if self.raw_radius is not None:
             return LearnedRadius(self.raw_radius).rho
         return self._literal_radius(self.weight)
 
     def _literal_radius(self, weight: Tensor) -> Tensor | None:
-        """Return the literal radius of each kernel, where the weight is; None for a magnitude without one."""
+        """Return the literal radius of each kernel, on the weight's device; None for a magnitude without one."""
         if not self.operator.magnitude.formula.has_radius:
             return None
         kernels = self._kernels_and_groups()[0]
@@ -135,12 +135,12 @@ class Decoupled(nn.Module):
         return values
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled: without the fusion, which the modules behind this layer bring along."""
+        """Return the state to copy or pickle, without the fusion, which the modules behind this layer take along."""
         return {name: value for name, value in vars(self).items() if name != "fusion"}
 
     @property
     def _dims(self) -> int:
-        """How many dimensions the maps have beside images and channels; 0 for features. Quicker than the geometry."""
+        """The number of dimensions of maps besides images and channels; 0 for features. Faster than the geometry."""
         raise NotImplementedError
 
     def _geometry(self) -> Geometry:
@@ -157,7 +157,7 @@ class Decoupled(nn.Module):
     def decouple(
         self, x: Tensor, post_ops: PostOps | None, energy: Tensor | None = None, leave_energy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `forward`'s result for x with this energy, and, if asked to leave it, the result's energy or None."""
+        """Return `forward`'s result for x with this energy, and, with `leave_energy`, the result's energy or None."""
         check_input(x, "input")
         if self.explained_by and is_explained(self):
             y = linear_form(self, x)
@@ -167,7 +167,7 @@ class Decoupled(nn.Module):
         mean_norm: MeanNorm = None
         running_norm, raw_radius = buffer(self, "running_norm"), parameter(self, "raw_radius")
         if running_norm is not None:
-            # An empty batch has no mean of its own, but its rank must not leave the others waiting for it.
+            # An empty batch has no mean, but its rank must not let the others wait for it.
             has_mean = recorded_by_jit() or x.numel() > 0 or (self.sync and distributed())
             if self.training and has_mean:
                 if (recorded_by_jit() or torch.compiler.is_compiling()) and torch.onnx.is_in_onnx_export():
@@ -177,10 +177,10 @@ class Decoupled(nn.Module):
                     )
                 batches = buffer(self, "num_batches_tracked")
                 mean_norm = BatchMean(running_norm, batches, self.momentum, self.sync)
-            else:  # a copy: a later training step moves the average in place, and backward may come after it
+            else:  # a copy, since backward may come after a training step that changes the average in place
                 mean_norm = running_norm.clone() if torch.is_grad_enabled() or recorded_by_jit() else running_norm
         weight, bias, geometry = self.effective_weight, parameter(self, "bias"), self._geometry()
-        # of this weight, not another: a parametrization computes one anew whenever it is asked for
+        # pass this weight on: a parametrization computes a new one at every access
         radius = self._literal_radius(weight) if raw_radius is None else LearnedRadius(raw_radius)
         operator = self.operator
         learned = self.learned_parameters if operator.learned else {}
@@ -188,7 +188,7 @@ class Decoupled(nn.Module):
         return decouple(Inputs(x, *vectors, self.eps, post_ops, energy, leave_energy), self.impl)
 
     def _as_leaf(self, x: Proxy) -> Tensor:
-        """Return what `torch.fx.symbolic_trace` records: a call of this layer, as of those of torch.nn."""
+        """Return what `torch.fx.symbolic_trace` records: a call of this layer, as for the layers of torch.nn."""
         name = x.tracer.path_of_module(self)  # type: ignore[attr-defined]
         if not name:
             raise TypeError(
@@ -201,7 +201,7 @@ class Decoupled(nn.Module):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def reset_parameters(self) -> None:
-        """Draw the kernels anew as the plain layer does, and put radii, parameters and statistics at their start."""
+        """Draw new kernels as the plain layer does, and reset radii, parameters and statistics to their start."""
         super().reset_parameters()  # type: ignore[misc]
         if "operator" in self.__dict__:  # not yet while the plain layer is being constructed
             self._reset_extras()
@@ -218,7 +218,7 @@ class Decoupled(nn.Module):
             getattr(self, name).fill_(self._start(name))
 
     def _start(self, extra: str) -> float:
-        """Return where an extra starts."""
+        """Return the initial value of an extra."""
         if extra in STARTS:
             return STARTS[extra]
         choice = next(
@@ -243,7 +243,7 @@ class Decoupled(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # A plain layer's state has none of the extras: they stay as they are. With some, missing ones are errors.
+        # A plain layer's state has no extras: they keep their values. If it has some, missing ones are errors.
         if not any(prefix + name in state_dict for name in self._extras()):
             state_dict = state_dict | {
                 prefix + name: self._kept(name, state_dict.get(prefix + "weight")) for name in self._extras()
@@ -255,7 +255,7 @@ class Decoupled(nn.Module):
         self._apply(lambda t: t)  # statistics that came in half precision, with assign=True
 
     def _kept(self, name: str, weight: Tensor | None) -> Tensor:
-        """Return an extra as it is; one on the meta device, without storage, at its start where the weight goes."""
+        """Return the value of an extra; if it is on the meta device, its start, on the weight's device."""
         value: Tensor = getattr(self, name).detach()
         if not value.is_meta or weight is None or weight.is_meta:
             return value
@@ -284,13 +284,13 @@ class Decoupled(nn.Module):
 
 
 def own_forward(layer: Decoupled) -> str:
-    """Say where a layer computes something around, or instead of, what our layers do; "" if it does not."""
+    """Say where a layer has another forward than the layers of this package; "" if it does not."""
     if type(layer).forward is not Decoupled.forward:
         return f"its class, {type(layer).__name__}, has a forward of its own"
     return "somebody has put another forward on it" if "forward" in vars(layer) else ""
 
 
 def decoupled_layers(model: nn.Module, where: Selector = None) -> dict[str, Decoupled]:
-    """Return the decoupled layers of a model by name, each once, those that `where` selects."""
+    """Return the decoupled layers of a model that `where` selects by name, each once."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Decoupled)}
     return selected(model, layers, where)

@@ -1,8 +1,8 @@
-"""The docstrings of the layers, whose arguments and words are the same in one, two and three dimensions."""
+"""The docstrings of the layers, which share one text for any number of dimensions."""
 
 _PAPER = """\
     References:
-        Liu, Liu, Yu, Dai, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
+        Liu, Liu, Yu, Dai, Lin, Wang, Rehg, Song: Decoupled Networks. CVPR 2018. https://arxiv.org/abs/1804.08071
 """
 
 _WHAT = """\
@@ -73,7 +73,7 @@ def conv(dims: int) -> str:
 def lazy(dims: int) -> str:
     """Return the docstring of a lazy convolution."""
     example, result = ", ".join(["8"] * dims), ", ".join(["6"] * dims)
-    return f"""`DecoupledConv{dims}d` without `in_channels`, which is read off the first input.
+    return f"""`DecoupledConv{dims}d` without `in_channels`, which it takes from the first input.
 
     After that the layer is a `DecoupledConv{dims}d`. All other arguments are those of `DecoupledConv{dims}d`.
 

@@ -1,4 +1,4 @@
-"""Fold BatchNorms into the plain layers right before them, wherever in a model's code the two are called."""
+"""Fold BatchNorms into the plain layers right before them, wherever the model's code calls the two."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(eq=False)
 class _Pair:
-    """A layer and the BatchNorm that alone gets its output, both by name."""
+    """A layer, and the BatchNorm that is the only reader of its output, by name."""
 
     layer: str
     norm: str
     place: Place  # of the BatchNorm
-    crossed: tuple[nn.Module, ...] = ()  # the modules that hold one of them only
+    crossed: tuple[nn.Module, ...] = ()  # modules that contain only one of them
 
 
 def fold_(model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, why: str) -> tuple[dict[str, str], list[str]]:
@@ -36,11 +36,11 @@ def fold_(model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, why: st
     Args:
         model: the model.
         layers: the layers that were made plain, by name.
-        seen: what was known of the model's code before they were.
-        why: why that is not all; empty if it is.
+        seen: what was found out about the model's code before that.
+        why: why `seen` is incomplete; empty if it is complete.
 
     Returns:
-        The names of the folded BatchNorms by those of their layers, and notes on the others, with the reasons.
+        The names of the folded BatchNorms by the names of their layers, and notes on why others were not folded.
     """
     folded: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -71,7 +71,7 @@ def fold_(model: nn.Module, layers: Mapping[str, nn.Module], seen: Seen, why: st
 
 
 def _other_reasons(norms: list[str], layers: Mapping[str, nn.Module], seen: Seen, why: str) -> list[str]:
-    """Return why BatchNorms that follow no plain layer alone were not folded."""
+    """Return why these other BatchNorms, which are not the only readers of a plain layer, were not folded."""
     if norms and why:
         return [f"{', '.join(norms)}: not folded, since it is not known what they follow; {why}"]
     notes = []
@@ -81,7 +81,7 @@ def _other_reasons(norms: list[str], layers: Mapping[str, nn.Module], seen: Seen
             chain = [one for one in seen.chains.get(source, []) if one != name]
             ends = chain[0].removeprefix(END) if chain and chain[0].startswith(END) else "other modules come between"
             notes.append(f"{name} was not folded into {source}: {ends}")
-        elif source not in seen.chains:  # behind a layer that was left, that layer says why
+        elif source not in seen.chains:  # if it follows a layer that was left, the report says why at that layer
             behind = f"it follows {source}, no layer that was made plain" if source else "it is not called"
             notes.append(f"{name} was not folded: {behind}")
     return notes
@@ -92,7 +92,7 @@ def _pairs(
 ) -> list[_Pair]:
     """Return the layers that a BatchNorm follows: in a `Block`, and in other code as far as that is known.
 
-    That two modules stand side by side in an `nn.Sequential` says little: other code may call them one by one.
+    Neighbors in an `nn.Sequential` are not enough: other code may call them one by one.
     """
     names = {layer: name for name, layer in layers.items()}
     blocks = {path: module for path, module in model.named_modules() if isinstance(module, Block)}
@@ -126,22 +126,22 @@ def _reason_not_to_fold(layer: nn.Module, norm: Any, in_block: bool) -> str:
 
 
 def _merged_by(norm: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return which method of a module around a BatchNorm merges it into the convolution before; empty if none does."""
+    """Return which method of a module around a BatchNorm merges it into the convolution before it; "" if none does."""
     around = ["", *(norm[:at] for at, sign in enumerate(norm) if sign == ".")]
     methods = {name: merging_method(modules[name]) for name in around}
     return next((f"{name or 'model'}.{method}()" for name, method in methods.items() if method), "")
 
 
 def rest_of(norm: nn.Module) -> nn.Module | None:
-    """Return what is left of a BatchNorm once it is folded; None for an unknown class.
+    """Return what is left of a BatchNorm after folding: timm's dropout and activation, else nothing.
 
-    Of timm's BatchNorm, dropout and activation are left.
+    Return None for an unknown class.
     """
     if type(norm) not in BATCH_NORMS and not is_timm_norm(norm):
         return None
     inside = [(name, module) for name in ("drop", "act") if (module := norm._modules.get(name)) is not None]
     rest = nn.Sequential(OrderedDict(inside)) if inside else nn.Identity()
-    rest.training = norm.training  # not .train(): the modes of what is inside are its own
+    rest.training = norm.training  # not .train(), which would change the modes of the modules inside
     return rest
 
 

@@ -1,4 +1,4 @@
-"""The modules behind a fused convolution, which hand through what the convolution has done already."""
+"""The modules behind a fused convolution, which return its result unchanged since it has done their work."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,7 @@ from torch.fx import Proxy
 if TYPE_CHECKING:
     from dcnet.layers.fusion import Fusion
 
-# What computes the same when it is applied twice: one module may then stand behind several convolutions
+# Activations that change nothing when they are applied again: one module may then follow several convolutions
 IDEMPOTENT = ("relu", "relu6")
 
 
@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "s
 
 
 class Following:
-    """Goes before a norm or an activation among the bases: hands through what a convolution has done already."""
+    """Mixin; list it before a norm or an activation in the bases. It returns fused results unchanged."""
 
     fusions: "list[Fusion]"
 
@@ -53,7 +53,7 @@ class Following:
         return state | {"convolutions": [(fusion, conv) for fusion, conv in found if conv is not None]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a copied or unpickled state, and give the convolutions their fusions, which they do not take along.
+        """Restore a copied or unpickled state, and give the convolutions their fusions, which their own state lacks.
 
         So a convolution that is copied without the modules behind it does not do their work.
         """
@@ -82,19 +82,19 @@ def is_timm_norm(module: nn.Module) -> bool:
 
 
 def fused_class(module: nn.Module) -> type | None:
-    """Return the class that hands through for a module of this class; None if there is none."""
+    """Return the `Following` class for a module of this class; None if there is none."""
     if is_timm_norm(module):
         return _FUSED.setdefault(type(module), _fused(type(module)))
     return _FUSED.get(type(module))
 
 
 def is_fused_class(kind: type) -> bool:
-    """Tell whether this is a class that hands through, and not one derived from it."""
+    """Tell whether this is a `Following` class made here, and not one derived from it."""
     return kind in _FUSED.values()
 
 
 def __getattr__(name: str) -> Any:
-    """Return a fused class by its name, for pickle; timm's is made where timm is installed."""
+    """Return a fused class by its name, for pickle; timm's is made on demand."""
     if name == "FusedBatchNormAct2d":
         from timm.layers.norm_act import BatchNormAct2d
 

@@ -33,7 +33,7 @@ class FuseReport:
     Attributes:
         fused: the modules whose work each convolution does now.
         left: the reasons why other convolutions do not.
-        unseen: why nothing could be fused without an `example_input`; empty where that was not the reason.
+        unseen: why nothing could be fused without an `example_input`; empty if that was not the reason.
     """
 
     fused: dict[str, list[str]] = field(default_factory=dict)
@@ -51,19 +51,19 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
 
     Nothing is moved: the modules behind a convolution stay, with their parameters and state-dict keys, and hand its
     result through. Fused are BatchNorm1d/2d/3d and timm's BatchNormAct2d, then ReLU, ReLU6, SiLU, GELU, Hardswish,
-    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads what lies between. Where the code
-    around can be recorded by torch.fx, and depends on its module's children and settings only, so are activations that
-    it calls as functions (`F.relu`), and a residual addition behind a BatchNorm with the activation behind that.
-    Results are the same, in fewer passes over memory.
-    A module that is replaced or hooked later computes for itself again. `unfuse_` takes it back.
-    Modules keep their place and what they are instances of, but their class changes, and with it its name (such as
-    `FusedBottleneck`). Where code cannot be recorded, a convolution that is called by itself, without the modules
-    behind it, returns the finished result: call `unfuse_` before you take such a model apart.
+    LeakyReLU and PReLU (these two behind a BatchNorm only), where nothing else reads the intermediate results. Where
+    torch.fx can record the code around them, and this code depends only on its module's children and settings, `fuse_`
+    also fuses activations that it calls as functions (`F.relu`), and a residual addition behind a BatchNorm with the
+    activation behind that. Results are the same, in fewer passes over memory.
+    A module that is replaced or hooked later computes for itself again. `unfuse_` undoes everything.
+    Modules keep their place, and `isinstance` gives the same answers, but their class changes, and so does its name
+    (such as `FusedBottleneck`). Where code cannot be recorded, a convolution that is called by itself, without the
+    modules behind it, returns the fused result: call `unfuse_` before you take such a model apart.
 
     Args:
         model: any module, such as a converted one of timm or torchvision.
         example_input: a tensor, a tuple of arguments, or a dict of named ones, to run the model on, in training and in
-            evaluation mode, with buffers put back afterwards; without one the model is traced by torch.fx, which not
+            evaluation mode, with buffers restored afterward; without one the model is traced by torch.fx, which not
             every model allows.
 
     Examples:
@@ -122,7 +122,7 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
 
 
 def _let_functions_join(model: nn.Module, layers: dict[str, Decoupled], places: dict[str, Place]) -> None:
-    """Give an empty fusion to layers behind which the code around them calls an activation as a function."""
+    """Give an empty fusion to layers after which the code around them calls an activation as a function."""
     modules = dict(model.named_modules(remove_duplicate=False))
     around: dict[nn.Module, list[Decoupled]] = {}
     for name, layer in layers.items():
@@ -157,7 +157,7 @@ def unfuse_(model: Model) -> Model:
             module.fusion = None
         elif isinstance(module, Following):
             assert isinstance(module, nn.Module)
-            module.fusions = []  # all there is to do where a parametrization has put a class of its own before ours
+            module.fusions = []  # this is enough if a parametrization has derived a class from the fused one
             if is_fused_class(type(module)):
                 del module.fusions
                 module.__class__ = plain_class(module)
@@ -167,7 +167,7 @@ def unfuse_(model: Model) -> Model:
 
 
 def crossed_by(names: list[str]) -> set[str]:
-    """Return the names of the modules that hold some of these modules and not the others."""
+    """Return the names of the modules that contain some of these modules, but not all."""
     holders = [{name[:at] for at, sign in enumerate(name) if sign == "."} for name in names]
     return {one for some in holders for one in some if not all(one in others for others in holders)}
 
@@ -183,7 +183,7 @@ def _follow(module: nn.Module, fusion: Fusion) -> None:
 
 
 def _places(model: nn.Module) -> tuple[dict[str, Place], Counter[nn.Module]]:
-    """Return where each module is registered by its full name, and in how many places each module is."""
+    """Return where each module is registered, by its full name, and in how many places each module is."""
     places, counts = {}, Counter[nn.Module]()
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():
@@ -198,7 +198,7 @@ def _checked(
 ) -> tuple[str | None, str | None, str]:
     """Return the BatchNorm and the activation of a chain that can be fused, and why not more.
 
-    counts: in how many places a module stands. calls: how often one is called, by name.
+    counts: the number of places of each module. calls: how often each is called, by name.
     """
     followers = [name for name in chain if not name.startswith(END) and type(modules[name]) is not nn.Identity]
     end = next((name[1:] for name in chain if name.startswith(END)), "")
@@ -213,7 +213,7 @@ def _checked(
         if found[0] not in ONLY:
             return None, None, f"followed by {type(norm).__name__}, which is fused behind a BatchNorm only"
         why = _why_not(norm, counts)
-        if calls[followers[0]] > 1:  # then it could not tell whether a result was changed on its way
+        if calls[followers[0]] > 1:  # it could not tell whether the result was changed before
             why = f"not with {type(norm).__name__}, which is called {calls[followers[0]]} times"
         return None, None if why else followers[0], why
     if counts[norm] > 1:
@@ -233,7 +233,7 @@ def _why_not(activation: nn.Module, counts: Counter[nn.Module]) -> str:
     found = activation_of(activation)
     if found is None or (fused_class(activation) is None and not isinstance(activation, Following)):
         return f"not with {type(activation).__name__}"
-    # a module that stands in several places can only be handed through where applying it twice changes nothing
+    # a module in several places may only skip its work if applying it twice changes nothing
     if found[0] not in IDEMPOTENT and counts[activation] > 1:
         return f"not with {type(activation).__name__}, which is shared"
     return ""

@@ -1,4 +1,4 @@
-"""Let fused convolutions do more of the recorded code around them: finish results, add residuals, hand on energies."""
+"""Let fused convolutions do more of the recorded code around them: run post-ops, add residuals, hand on energies."""
 
 import operator as python
 from collections.abc import Callable, Iterator
@@ -29,9 +29,9 @@ _WITHOUT_OPTIONS = ("relu", "relu6", "silu", "hardswish")
 
 
 class Code(NamedTuple):
-    """Rewritten code, as a function of the module and its input, and what it relies on.
+    """Rewritten code, as a function of the module and its input, and what it depends on.
 
-    skipped: modules that are not called anymore, beside those that a convolution's own fusion knows. joined: what a
+    skipped: modules that are not called anymore, besides those of a convolution's own fusion. joined: what a
     convolution does beyond its fusion, by the convolution's name.
     """
 
@@ -43,10 +43,10 @@ class Code(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """What code does behind a convolution and the modules of its fusion, which joins the convolution's pass.
+    """Operations behind a convolution and the modules of its fusion that the convolution's pass does too.
 
-    behind: the calls, none if there is nothing. activation: by name, with a number as slope. written: how the code has
-    that: a module's name, or a function's, such as "relu()".
+    behind: their calls, if any. activation: its name, with a number as slope. written: what the code calls for it: the
+    name of a module, or of a function, such as "relu()".
     """
 
     behind: list[fx.Node]
@@ -58,9 +58,10 @@ class Joined(NamedTuple):
 
 
 def rewritten_code(module: nn.Module) -> Code | None:
-    """Return a module's code in which fused convolutions finish their results; None if it has none or is not known.
+    """Return a module's code in which fused convolutions run their post-ops.
 
-    They do the work of the modules and functions behind them, add residuals, and hand energies on.
+    They do the work of the modules and functions behind them, add residuals, and hand energies on. Return None if there
+    are no such convolutions, or if the code cannot be recorded.
     """
     recording = record(module)
     if recording is None:
@@ -88,7 +89,7 @@ def rewritten_code(module: nn.Module) -> Code | None:
         skipped += [m for m in (modules[str(one.target)] for one in calls) if m is not layer and m not in known]
         runs[_run_fused(graph, chain, joined)] = layer
     left = any((node.op, node.target) == ("call_function", python.add) for node in graph.nodes)
-    if recording.in_place and left:  # it would change something that others may read
+    if recording.in_place and left:  # the remaining sums were `+=`, and others may read their targets
         return None
     if not runs:
         return None
@@ -101,9 +102,9 @@ def rewritten_code(module: nn.Module) -> Code | None:
 
 
 def _children(module: nn.Module, sources: list[Source]) -> dict[str, nn.Module]:
-    """Return the children of the modules whose code was recorded, by their names in the first of them.
+    """Return the children of the modules whose code was recorded, by their names in the first of these.
 
-    Before every call these are compared with what is there then; other modules may be called, but not passed over.
+    Every call first checks that these are unchanged. Other modules may be called, but not skipped.
     """
     names = {inner: f"{name}." * bool(name) for name, inner in module.named_modules()}
     found = ((names[source.module] + name, child) for source in sources for name, child in source.children.items())
@@ -111,7 +112,7 @@ def _children(module: nn.Module, sources: list[Source]) -> dict[str, nn.Module]:
 
 
 def _only_reader(node: fx.Node) -> fx.Node | None:
-    """Return the call that alone takes a result, once."""
+    """Return the only call that reads a result, if it reads it once; else None."""
     readers = list(node.users)
     return readers[0] if len(readers) == 1 and [*readers[0].args].count(node) == 1 else None
 
@@ -121,7 +122,7 @@ def _called(modules: dict[str, nn.Module], node: fx.Node | None) -> nn.Module | 
 
 
 def _through_identities(modules: dict[str, nn.Module], node: fx.Node) -> list[fx.Node]:
-    """Return the calls of nn.Identity that a result goes through."""
+    """Return the calls of nn.Identity that follow a result."""
     passed: list[fx.Node] = []
     while (reader := _only_reader(node)) is not None and type(_called(modules, reader)) is nn.Identity:
         passed.append(node := reader)
@@ -129,7 +130,7 @@ def _through_identities(modules: dict[str, nn.Module], node: fx.Node) -> list[fx
 
 
 def _chain(modules: dict[str, nn.Module], conv: fx.Node, fusion: Fusion) -> list[fx.Node] | None:
-    """Return a convolution's call and those of the modules whose work it does; None where these are not all here."""
+    """Return the call of a convolution, then those of its fusion's modules; None if one of them is not called next."""
     chain = [conv]
     for place in (fusion.norm, fusion.activation):
         if place is None:
@@ -143,7 +144,7 @@ def _chain(modules: dict[str, nn.Module], conv: fx.Node, fusion: Fusion) -> list
 
 
 def _joined(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusion, in_place: bool) -> Joined:
-    """Return what follows a chain in the code: an addition that alone takes its end, an activation, or both."""
+    """Return what follows a chain in the code, as the only reader: an addition, an activation, or both."""
     conv, last = chain[0], chain[-1]
     if fusion.activates:
         return Joined([])
@@ -164,7 +165,7 @@ def _joined(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusion,
     residual = next(a for a in total.args if a is not last)
     assert isinstance(residual, fx.Node)
     x = conv.all_input_nodes[0]
-    # the convolution then waits for the residual: nothing in between may change its input
+    # the convolution would run after the residual is computed, and code between may change its input
     if not residual < conv and len(x.users) > 1:
         return Joined([])
     behind = [total, *_through_identities(modules, total)]
@@ -180,7 +181,7 @@ def _joined(modules: dict[str, nn.Module], chain: list[fx.Node], fusion: Fusion,
 
 
 def _function(node: fx.Node | None) -> tuple[str | None, float | None]:
-    """Return the activation that a call of a function or method applies, and its slope; None where it is none."""
+    """Return the activation that a call of a function or method applies, and its slope; None if it is not one."""
     name = None if node is None else _FUNCTIONS.get((node.op, node.target))
     if node is None or name is None or len(node.args) != 1:
         return None, None
@@ -199,7 +200,7 @@ def _written(node: fx.Node) -> str:
 
 
 def _between(chain: list[fx.Node], joined: Joined) -> Iterator[fx.Node]:
-    """Yield the calls between a convolution and an addition that are not among those whose work it does."""
+    """Yield the calls between a convolution and an addition, except those whose work the convolution does."""
     node = chain[0]
     while node is not joined.behind[0]:
         if node not in chain:
@@ -216,7 +217,7 @@ def _writes(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _run_fused(graph: fx.Graph, chain: list[fx.Node], joined: Joined) -> fx.Node:
-    """Put one call in the place of a convolution and all that it does; return it."""
+    """Replace a convolution and everything that it does by one call; return it."""
     conv, replaced = chain[0], [*chain, *joined.behind]
     needs_later_residual = joined.residual is not None and not joined.residual < conv
     with graph.inserting_before(replaced[-1] if needs_later_residual else conv):
@@ -231,13 +232,13 @@ def _run_fused(graph: fx.Graph, chain: list[fx.Node], joined: Joined) -> fx.Node
 
 
 def _hand_on_energies(graph: fx.Graph, runs: dict[fx.Node, Decoupled]) -> None:
-    """Let results that only fused convolutions read take their energy along.
+    """Hand on the energy of results that only fused convolutions read.
 
-    An energy has a gradient of its own, which the map's does not include, so nobody else may see that map.
+    An energy has a gradient of its own, which the map's gradient does not include, so nobody else may see that map.
     """
     for run in runs:
         (result,) = run.users
-        # one whose channels are in groups needs energies of the groups
+        # a convolution with groups would need an energy for each group
         takers = [r for r in result.users if r in runs and r.args[1] is result and getattr(runs[r], "groups", 1) == 1]
         if not takers or any(reader not in runs for reader in result.users):
             continue
@@ -258,9 +259,9 @@ def run_fused(
     activation: str | None = None,
     slope: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a fused convolution of x, plus the residual, and the energy of that; the activation comes last.
+    """Return act(fused convolution of x + residual), and its energy.
 
-    in_place: the residual was to be added in place, which keeps the dtype of the sum.
+    in_place: the code adds the residual in place, which keeps the dtype of the convolution's result.
     """
     fusion = conv.fusion
     assert fusion is not None
@@ -281,5 +282,5 @@ def _fits(conv: Decoupled, x: Tensor, residual: Any) -> bool:
     """Tell whether a residual has the shape and dtype of the convolution's result, so that the sum has them too."""
     if not isinstance(residual, Tensor) or residual.dtype != convolution_dtype(x):
         return False
-    kernels = conv._kernels_and_groups()[0]  # not of the weight, which a parametrization would compute once more
+    kernels = conv._kernels_and_groups()[0]  # not from the weight, which a parametrization would compute again
     return residual.shape == (x.shape[0], kernels, *conv._geometry().output_sizes(x.shape[2:]))

@@ -1,8 +1,8 @@
-"""Let a decoupled convolution do the work of the BatchNorm or the activation after it, in a model we did not write.
+"""Let a decoupled convolution do the work of the BatchNorm or the activation after it, in any model.
 
-All modules stay where they are, with their parameters and state-dict keys. The convolution applies what follows it in
-its own pass, and the modules after it return its result unchanged. Before every call the convolution checks that this
-is still right: modules that were replaced or got a hook in the meantime compute for themselves.
+All modules stay where they are, with their parameters and state-dict keys. The convolution runs them as post-ops in its
+own pass, and the modules themselves return its result unchanged. Before every call the convolution checks that this is
+still right: modules that were replaced or got a hook in the meantime compute for themselves.
 """
 
 import threading
@@ -39,9 +39,9 @@ class Place:
 
 
 class _Waiting(threading.local):
-    """Which modules wait for a convolution's result, in this thread: a model may be used by several at once."""
+    """Which modules wait for a convolution's result; one for each thread, since several may use a model at once."""
 
-    norm: bool = False  # whether the norm is to hand the next input through
+    norm: bool = False  # whether the norm has to return its next input unchanged
     activation: bool = False
     result: "ReferenceType[Tensor] | None" = None  # what the convolution has returned
     backward: int = -1  # the backward pass in which it was called last; -1 outside of one
@@ -52,24 +52,24 @@ EAGER = "eager"  # set by code that was not compiled
 
 @dataclass(eq=False)
 class Fusion:
-    """What a convolution does for the modules behind it, and whether it has just done so."""
+    """The modules whose work a convolution does, and whether it has just done it."""
 
     name: str  # of the convolution
     conv: Place
     norm: Place | None
     activation: Place | None = None
-    crossed: tuple[nn.Module, ...] = ()  # the modules that hold some of these and not the others
-    within: Any = None  # the module in whose rewritten code the convolution does this (`layers/rewritten.py`)
+    crossed: tuple[nn.Module, ...] = ()  # modules that contain some of these, but not all
+    within: Any = None  # the module whose rewritten code calls the convolution (`layers/rewritten.py`)
     waiting: _Waiting = field(default_factory=_Waiting)
     warned: bool = False
-    # The same for compiled code, which cannot look into `waiting`: convolution and norm may be in two of its graphs.
-    # In eager code it counts only where compiled code has set it.
+    # The same for compiled code, which cannot read `waiting`; the convolution and the norm may be in different graphs.
+    # Eager code only uses it if compiled code has set it.
     norm_waits: bool | str = False
     activation_waits: bool | str = False
 
     def forward(self, conv: Any, x: Tensor) -> Tensor:
-        """Return the convolution of x, finished if the modules behind it will hand it through."""
-        fused = self.finishes(conv) and self.takes(conv, x)
+        """Return the convolution of x, with post-ops if the modules behind it will return it unchanged."""
+        fused = self.fuses(conv) and self.takes(conv, x)
         y = conv.decouple(x, self.post_ops() if fused else None)[0]
         norm, activation = fused and self.norm is not None, fused and self.activation is not None
         if torch.compiler.is_compiling():
@@ -91,28 +91,28 @@ class Fusion:
             assert norm is not None
             warnings.warn(
                 f"{self.name} does the work of {norm.name} too, which was not called after it: what came out was the "
-                "finished result. If that call was not interrupted, the model's code goes another way than when it was "
+                "fused result. If that call was not interrupted, the model's code goes another way than when it was "
                 "fused: dcnet.unfuse_(model) takes the fusion back",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def finishes(self, conv: Any) -> bool:
+    def fuses(self, conv: Any) -> bool:
         """Tell whether the convolution does the work of the modules behind it when it is called by itself.
 
-        Not where rewritten code would have done so: this call comes from somewhere else, such as a part of the model
-        that is used alone.
+        It is False while the parent's rewritten code is active: then this call bypasses the parent, as where a part of
+        the model is used alone.
         """
         within = self.within
         elsewhere = within is not None and (within.fused_code is not None or within.code_is_due)
         return not elsewhere and self.holds(conv)
 
     def takes(self, conv: Any, x: Tensor) -> bool:
-        """Tell whether x is a batch: in other inputs a norm may take another dimension for the channels."""
+        """Tell whether x is a batch: in other inputs, a norm may see another dimension as the channels."""
         return self.norm is None or x.dim() == conv._dims + 2
 
     def one_by_one(self, conv: Any, x: Tensor) -> Tensor:
-        """Return the convolution of x, with every module behind it doing its own work."""
+        """Return the convolution of x after the modules behind it, each computed by itself."""
         y = conv.decouple(x, None)[0]
         self.norm_waits = self.activation_waits = False
         if not torch.compiler.is_compiling():
@@ -122,11 +122,11 @@ class Fusion:
         return y  # type: ignore[no-any-return]
 
     def holds(self, conv: Any) -> bool:
-        """Tell whether the modules are those that were fused, without hooks that want to see what lies between them."""
-        # a replica of nn.DataParallel shares this object with the others, each on a device of its own
+        """Tell whether the modules are still those that were fused, without hooks on intermediate results."""
+        # replicas of nn.DataParallel share this object, though each is on another device
         if not self.conv.holds(conv) or hooked(conv) or getattr(conv, "_is_replica", False):
             return False
-        if conv.explained_by:  # every module shows by itself what it does
+        if conv.explained_by:  # explanations need the result of every module
             return False
         if any(hooked(module) for module in self.crossed):
             return False
@@ -142,7 +142,7 @@ class Fusion:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no module is behind the convolution: then it does what rewritten code asks for, if any."""
+        """Whether it has no modules. The convolution then only does what rewritten code asks for."""
         return self.norm is None and self.activation is None
 
     @property
@@ -151,7 +151,7 @@ class Fusion:
         return self._activation()[0] is not None
 
     def can_apply(self, activation: str) -> bool:
-        """Tell whether the convolution's pass has room for a function behind the modules."""
+        """Tell whether the convolution's pass can apply this activation behind the modules."""
         return self.norm is not None or activation in ONLY
 
     def _activation(self) -> tuple[str | None, Any]:
@@ -161,7 +161,7 @@ class Fusion:
         return found
 
     def post_ops(self, activation: str | None = None, slope: float | None = None) -> PostOps | None:
-        """Return what the convolution does for the modules behind it, and for a function behind these."""
+        """Return the post-ops for the modules behind the convolution, and for an activation function behind these."""
         name, of_module = self._activation()
         name, found = (activation, slope) if name is None else (name, of_module)
         if self.norm is None:
@@ -171,14 +171,14 @@ class Fusion:
         )
 
     def as_tensor(self, slope: float) -> Tensor:
-        """Return the slope of a LeakyReLU as one of PReLU."""
+        """Return the slope of a LeakyReLU as a tensor, as PReLU has it."""
         norm: Any = None if self.norm is None else self.norm.module
         candidates = [] if norm is None else [norm.running_mean, norm.weight]
         like: Any = next(one for one in (*candidates, self.conv.module.weight) if one is not None)
         return torch.full((1,), float(slope), dtype=like.dtype, device=like.device)
 
     def hands_norm_through(self, x: Tensor) -> bool:
-        """Tell whether the norm has nothing to do for x; raise if x is not what the convolution returned."""
+        """Tell whether the norm has nothing to do for x; raise if the convolution did it, but x is not its result."""
         waits, self.norm_waits = self.norm_waits, False
         if torch.compiler.is_compiling():
             return bool(waits)
@@ -188,9 +188,9 @@ class Fusion:
         return waits or self._is_outside_checkpoint()
 
     def hands_activation_through(self, x: Tensor, shared: bool) -> bool:
-        """Tell whether the activation has nothing to do for x; raise as the norm does, but for a shared activation.
+        """Tell whether the activation has nothing to do for x; raise as for the norm, except for a shared activation.
 
-        That may get other tensors too, and is one that may be applied twice.
+        A shared one may get other tensors too, and may be applied twice.
         """
         waits, self.activation_waits = self.activation_waits, False
         if torch.compiler.is_compiling():
@@ -201,17 +201,17 @@ class Fusion:
         return (waits and self._is_result(x)) or (not shared and self._is_outside_checkpoint())
 
     def _is_outside_checkpoint(self) -> bool:
-        """Tell whether activation checkpointing repeats what follows the convolution, and not the convolution itself.
+        """Tell whether activation checkpointing repeats the modules behind the convolution, but not the convolution.
 
-        What it begins with is then the convolution's result, finished, as another object.
+        Its saved input is then the convolution's fused result, as another tensor object.
         """
         if backward_pass() in (-1, self.waiting.backward):
             return False
         conv = self.convolution()
-        return conv is not None and self.finishes(conv)
+        return conv is not None and self.fuses(conv)
 
     def convolution(self) -> Any:
-        """Return the convolution that has this fusion; None where it was replaced or removed."""
+        """Return the convolution that has this fusion; None if it was replaced or removed."""
         conv = self.conv.parent._modules.get(self.conv.name)
         return conv if getattr(conv, "fusion", None) is self else None
 

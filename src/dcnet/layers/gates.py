@@ -80,7 +80,7 @@ def _channels(layer: nn.Module) -> tuple[object, object]:
 def adapters(model: nn.Module) -> dict[nn.Module, str]:
     """Return the layers of low-rank adapters, each with the reason to leave it alone.
 
-    They are found in peft's LoRA and other modules that wrap a `base_layer`.
+    They are found in modules that wrap a `base_layer`, such as peft's LoRA.
     """
     found: dict[nn.Module, str] = {}
     for wrapper in model.modules():

@@ -1,6 +1,6 @@
 """A decoupled layer in evaluation: one convolution, one map of norms, and a recorded epilogue.
 
-There is nothing to train, and all constants are computed ahead.
+Nothing is trained, and all constants are computed once.
 """
 
 from typing import Any
@@ -62,7 +62,7 @@ class Inference(nn.Module):
         return self
 
     def _record(self, dtype: torch.dtype) -> None:
-        """Record the epilogue; where the output is a power of the dot product, its factor goes into the kernels."""
+        """Record the epilogue. If the output is a power of the dot product, put its factor into the kernels."""
         vectors, kernel, degree = self.vectors, self.unit, degree_in_dot(self.operator)
         if vectors.factor is not None and degree is not None:
             root = vectors.factor.sign() * vectors.factor.abs() ** (1.0 / degree)
@@ -74,7 +74,7 @@ class Inference(nn.Module):
         self.epilogue = record_epilogue(self.operator, vectors, self.geometry.dims, self.eps, self.inverse)
 
     def _sums(self) -> None:
-        """Make the kernels of ones that sum squares, over the channels of a group and over the window of a patch."""
+        """Make kernels of ones, which sum squares over the channels of a group and over the window of a patch."""
         where, like = self.geometry, self.unit
         channels, groups, ones = self.weight.shape[1], where.groups, (1,) * where.dims
         pointwise = where.is_pointwise
@@ -87,7 +87,7 @@ class Inference(nn.Module):
         self.register_buffer("channel_sum", sums, persistent=False)
         window = None if pointwise else like.new_ones(groups, 1, *where.kernel_size)
         self.register_buffer("window", window, persistent=False)
-        # eps inside the root costs nothing as the bias of the window's sum
+        # eps is added at no cost as the bias of the window's sum
         bias = None if window is None or not self.eps else like.new_full((groups,), self.eps)
         self.register_buffer("window_bias", bias, persistent=False)
         kernels = self.weight.shape[0] // groups
@@ -112,13 +112,13 @@ class Inference(nn.Module):
         return norm if self.group_of is None else norm.index_select(dim, self.group_of)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the layer gives in evaluation, after the BatchNorm that was folded in, if any."""
+        """Return the layer's result in evaluation, after the BatchNorm that was folded in, if any."""
         x = input if self.prepare is None else self.prepare(input)
         dot, norm = convolve(x, self.weight, None, self.geometry), self.norms(x)
         return self.epilogue(dot.to(norm.dtype), norm).to(dot.dtype)  # type: ignore[no-any-return]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Do as nn.Module does, but let only the kernels become half precision."""
+        """Do what nn.Module does, but let only the kernels become half precision."""
         exact = {
             (module, name): buffer
             for module in (self, self.epilogue)
@@ -145,14 +145,14 @@ def _pointwise(where: Geometry) -> Geometry:
 
 
 def _vectors(layer: Decoupled, norm: Tensor) -> Vectors:
-    """Return what belongs to each kernel of a layer in evaluation, as the layer itself would compute it."""
+    """Return the vectors of a layer in evaluation, as the layer itself would compute them."""
     operator, learned = layer.operator, {name: v.detach() for name, v in layer.learned_parameters.items()}
     rho = layer.effective_radius
     rho = radius = None if rho is None else rho.detach().to(norm.dtype)
     if rho is not None and layer.running_norm is not None:
         mean = layer.running_norm.to(norm.dtype).repeat_interleave(len(norm) // len(layer.running_norm))
         radius = rho * mean
-        if layer.eps == 0.0:  # without eps a group of nothing but zeros has E = 0, and any radius will do for it
+        if layer.eps == 0.0:  # without eps, E = 0 for a group of zeros; any radius will do there
             radius = torch.where(radius > 0.0, radius, 1.0)
     return Vectors(
         factor=operator.kernel_factor(norm, rho, learned),

@@ -1,4 +1,4 @@
-"""A decoupled layer as a linear map of its input: h·g(θ) = [h·g(θ)/⟨ŵ, x⟩]·⟨ŵ, x⟩, with the bracket held fixed."""
+"""A decoupled layer as a linear map of its input: h·g(θ) = [h·g(θ)/⟨ŵ, x⟩]·⟨ŵ, x⟩, with the bracket as a constant."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from dcnet.ops import kernel_norm
 
 
 class Explaining:
-    """One explanation mode, which layers refer to while it lasts.
+    """One explanation mode, which layers refer to while it is active.
 
     Copies of a layer refer to the same mode, and leave it when the layer does.
     """
@@ -21,7 +21,7 @@ class Explaining:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Explaining, (True,)  # a layer that is stored and loaded is as usual
+        return Explaining, (True,)  # a layer that is saved and loaded is not explained
 
 
 def is_explained(layer: Any) -> bool:
@@ -32,8 +32,8 @@ def is_explained(layer: Any) -> bool:
 def linear_form(layer: Any, x: Tensor) -> Tensor:
     """Return the output of a decoupled layer as a linear map of x; to autograd, factors and kernels are constants.
 
-    Where g is not 0 at a right angle, as in an angular function of your own, that part of the output does not come from
-    the direction of x. It is a constant, as a bias is.
+    If g is not 0 at a right angle, as it may be in your own angular function, that part of the output does not come
+    from the direction of x. It is a constant, like a bias.
     """
     if layer.training:
         raise RuntimeError(
@@ -56,7 +56,7 @@ def linear_form(layer: Any, x: Tensor) -> Tensor:
 
 
 def _fixed(layer: Any, norms: Tensor, dot: Tensor, w_norm: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the factor of ⟨ŵ, x⟩ for every patch and kernel, and what is added to the product; None stands for 0."""
+    """Return the factor of ⟨ŵ, x⟩ for every patch and kernel, and the constant added to the product (None for 0)."""
     operator, (kernels, groups), shape = layer.operator, layer._kernels_and_groups(), _kernel_shape(layer)
 
     def per_kernel(values: Tensor | None) -> Tensor | None:
@@ -79,7 +79,7 @@ def _fixed(layer: Any, norms: Tensor, dot: Tensor, w_norm: Tensor) -> tuple[Tens
     g, slope, *_ = operator.angular(raw.clamp(-1.0, 1.0), learned=learned)
     at_right_angle = operator.angular(raw.new_zeros(()), learned=learned)[0]
     orthogonal = raw == 0.0
-    # the slope is the limit of (g(c) − g(0))/c: close to a right angle an explanation does not jump
+    # the slope is the limit of (g(c) − g(0))/c, so that an explanation does not jump near a right angle
     relative = torch.where(orthogonal, slope, (g - at_right_angle) / torch.where(orthogonal, 1.0, raw))
     scale = relative * h * one_over_n
     starts_at_zero = not bool(torch.as_tensor(at_right_angle != 0.0).any())

@@ -18,7 +18,7 @@ _SAMPLES = 2**14  # patch norms of a layer and call that are kept
 
 
 class Moments:
-    """Mean and variance of each channel of what a layer gives, over all batches, in double precision."""
+    """Mean and variance of each channel of a layer's output, over all batches, in double precision."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
@@ -40,23 +40,23 @@ class Moments:
 
 @dataclass
 class Observed:
-    """What a layer of the trained network sees and gives."""
+    """What was observed of a layer of the trained network."""
 
     output: Moments = field(default_factory=Moments)
     calls: list[Moments] = field(default_factory=list)  # of the output in each call
     norms: list[Tensor] = field(default_factory=list)  # a sample of n in each call, (groups, values)
     following: set[Any] = field(default_factory=set)  # BatchNorms its output goes to, and None if it goes elsewhere
-    hooked: bool = False  # whether hooks of the user's act on what goes into it or comes out
+    hooked: bool = False  # whether the user's hooks act on its input or output
 
     @property
     def norm(self) -> BatchNorm | None:
-        """The BatchNorm that alone sees the output."""
+        """The BatchNorm that is the only reader of the output, or None."""
         (only,) = self.following if len(self.following) == 1 else (None,)
         return only
 
 
 def prepare(batches: Iterable[Batch], model: nn.Module) -> list[Tensor]:
-    """Return the inputs of the batches, where the model is; raise unless there are some and all are finite."""
+    """Return the inputs of the batches, on the model's device; raise unless there are some and all are finite."""
     if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
         kind = "one tensor; possible: [images]" if isinstance(batches, Tensor) else repr(batches)
         raise TypeError(f"calibrate must be an iterable of batches, got {kind}")
@@ -76,7 +76,7 @@ def prepare(batches: Iterable[Batch], model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]) -> dict[str, Observed]:
-    """Return what each layer that ran has seen and given, by name, after a run of the trained network in evaluation."""
+    """Run the trained network in evaluation; return what was observed of each layer that ran, by name."""
     found = {name: Observed(hooked=hooked(layer)) for name, layer in layers.items()}
     names: dict[nn.Module, str] = {layer: name for name, layer in layers.items()}
     flow = Flow([*names, *(module for module in model.modules() if isinstance(module, BatchNorm))])
@@ -85,7 +85,7 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
         x = arguments[0] if arguments else options["input"]
         with flow.paused():
             mine, rows, here = found[names[layer]], channels(layer, y), Moments()
-            if _channel_dimension(layer, y) != 1:  # a BatchNorm takes another dimension for the channels
+            if _channel_dimension(layer, y) != 1:  # a BatchNorm sees another dimension as the channels
                 mine.following.add(None)
             mine.output.add(rows)
             here.add(rows)
@@ -108,7 +108,7 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
             fed.setdefault(one.module, set()).add(made_by.get(one.input))
     for name, what in found.items():
         for norm in list(what.following - {None}):
-            if fed[norm] != {name}:  # one that others share is not this layer's
+            if fed[norm] != {name}:  # it normalizes other results too
                 what.following.add(None)
         if what.output.count and not bool(what.output.squares.isfinite().all()):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Optimization of unweighted decoupled kernels: projection to a norm, and what must not decay."""
+"""Optimization of unweighted decoupled kernels: projection to a norm, and parameters that must not decay."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from dcnet.layers.sharding import check_shape, reshard_
 
 
 def unweighted(model: nn.Module, where: Selector, what: str) -> dict[str, Decoupled]:
-    """Return the decoupled layers, all unweighted; raise if one of them is not, since its output depends on ‖w‖."""
+    """Return the decoupled layers; raise unless all are unweighted, since the output of others depends on ‖w‖."""
     layers = selected(model, constrained_layers(model), where)
     for name, layer in layers.items():
         if layer.weighting is not None:
@@ -74,7 +74,7 @@ def project_weights_(model: nn.Module, scale: float = 1.0, where: Selector = Non
 def project_kernels_(weight: Tensor, scale: float = 1.0) -> Tensor:
     """Set each kernel of a weight (out_channels, …) to s·w/sqrt(Σw²) in place; a zero kernel is left alone."""
     exact = weight.double()  # a kernel too small for its squares in float32 still has a direction
-    # one number for each kernel in the shape of the kernels, which sharded ones understand too
+    # keepdim=True: the norms then also broadcast with sharded kernels
     norm = torch.linalg.vector_norm(exact, dim=tuple(range(1, exact.dim())), keepdim=True)
     return weight.copy_(exact * torch.where(norm > 0.0, scale / norm, 1.0))
 
@@ -131,7 +131,7 @@ class WeightProjection:
     def count(self) -> None:
         """Count a step, and project if it is time.
 
-        For steps the hook does not see, such as those a CUDA graph repeats.
+        Call it for steps that the hook does not see, such as those that a CUDA graph repeats.
         """
         self.steps += 1
         if self.steps % self.every == 0:
@@ -142,11 +142,11 @@ class WeightProjection:
         project_weights_(self.model, self.scale, self.where)
 
     def remove(self) -> None:
-        """Project no more."""
+        """Stop projecting."""
         self._handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps counted so far, and what they were counted for."""
+        """Return the steps counted so far, and the settings of the projection."""
         return {"steps": self.steps, "every": self.every, "scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,8 +164,8 @@ def parameter_groups(
     """Return the parameters in two groups for an optimizer: what decays, and what must not.
 
     Radii and learned parameters must not decay. Unweighted decoupled kernels do not decay either, as in the paper:
-    their norm does not enter the output. But it decides how far a step of the optimizer turns them, so that decay may
-    help where nothing else limits it, as with SGD and without weight projection.
+    the output does not depend on their norm. But the norm decides how far a step of the optimizer turns a kernel. So
+    decay may help where nothing else limits the norm, as with SGD without weight projection.
 
     Args:
         model: any model.

@@ -1,4 +1,4 @@
-"""The new parameters of converted layers in an optimizer that is there already."""
+"""Add the new parameters of converted layers to an existing optimizer."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from dcnet.layers.decoupled import Decoupled
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raise unless parameters can be added to this, or it is None."""
+    """Raise unless parameters can be added to this optimizer, or it is None."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -19,7 +19,7 @@ def check_optimizer(optimizer: object) -> None:
 def groups_for(optimizer: torch.optim.Optimizer | None, layers: dict[str, nn.Module]) -> "Groups | None":
     """Return the groups of the optimizer that hold the parameters of these layers.
 
-    Raise where there is none, or where the optimizer has a schedule already.
+    Raise if there are none, or if the optimizer has a schedule already.
     """
     if optimizer is None:
         return None
@@ -49,9 +49,9 @@ class Groups:
         return layer in self._of
 
     def add(self, new: dict[nn.Module, dict[str, nn.Parameter]]) -> None:
-        """Add the new parameters of layers in groups without weight decay, otherwise like those the layers are in.
+        """Add the new parameters in groups without weight decay, otherwise like the groups of their layers.
 
-        new: for each layer its new parameters by their names in the model, which an optimizer may want to know.
+        new: the new parameters of each layer, by their names in the model, which some optimizers store.
         """
         for group in list(self._optimizer.param_groups):
             added = [pair for layer, named in new.items() if self._of.get(layer) is group for pair in named.items()]

@@ -1,4 +1,4 @@
-"""The options of a decoupled layer, which every layer, conversion and network takes alike."""
+"""The options of a decoupled layer, the same for every layer, conversion and network."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -24,7 +24,7 @@ class OtherOptions(TypedDict, total=False):
 
 
 class Options(OtherOptions, total=False):
-    """All fields of `LayerOptions`, likewise."""
+    """All fields of `LayerOptions`, for functions that take them as keywords."""
 
     magnitude: Spec
     angular: Spec
@@ -44,7 +44,7 @@ class LayerOptions:
     impl: str = "auto"
 
     def operator(self) -> Operator:
-        """Return the operator a layer with these options has; raise where one of them cannot be."""
+        """Return the operator of a layer with these options; raise if one of them is invalid."""
         operator = make_operator(self.magnitude, self.angular, self.weighting)
         if isinstance(self.radius, str):
             if self.radius != "learned":

@@ -1,4 +1,4 @@
-"""Code that uses the weight of a layer without calling the layer: kept from doing so where it can be."""
+"""Keep other code from using the weight of a converted layer without calling the layer, where that is possible."""
 
 from inspect import Parameter, ismethod, signature
 from typing import Any, NoReturn
@@ -7,8 +7,8 @@ from torch import nn
 
 from dcnet.layers.decoupled import Decoupled
 
-# What timm's `reparameterize_model` and other tools call, without arguments, to have a block merge its convolutions and
-# BatchNorms
+# Methods without arguments that timm's `reparameterize_model` and other tools call to make a block merge its
+# convolutions and BatchNorms
 _MERGING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
@@ -20,10 +20,10 @@ def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
     converted, slow = set(layers.values()), 0
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and converted & set(module.children()):
-            module.activation_relu_or_gelu = 0  # PyTorch's own mark of a layer that its fast path does not know
+            module.activation_relu_or_gelu = 0  # PyTorch's own mark of a layer that its fast path does not support
             slow += 1
         if isinstance(module, nn.TransformerEncoder) and converted & set(module.modules()):
-            module.use_nested_tensor = False  # which only the fast path can read
+            module.use_nested_tensor = False  # only the fast path can read nested tensors
     if not slow:
         return []
     return [
@@ -33,7 +33,7 @@ def use_layers_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
 
 
 class Refusal:
-    """Stands in the place of a method that would be wrong now, and says so when it is called."""
+    """Replaces a method that would give wrong results now; raises when it is called."""
 
     def __init__(self, name: str, method: str, layer: str) -> None:
         self.name, self.method, self.layer = name, method, layer
@@ -47,7 +47,7 @@ class Refusal:
 
 
 def refuse_fusion_(model: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
-    """Make the methods raise that merge kernels in modules around these layers; return notes on that."""
+    """Make methods raise that would merge kernels in modules around these layers; return notes on that."""
     names = {layer: name for name, layer in layers.items() if not _is_plain(layer)}
     notes = []
     for name, module in model.named_modules():
@@ -71,12 +71,12 @@ def merging_method(module: nn.Module) -> str:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Tell whether a layer computes what the plain one does: then its kernels may be merged."""
+    """Tell whether a layer computes the same as the plain one, so that its kernels may be merged."""
     return isinstance(layer, Decoupled) and layer.operator.is_inner_product and layer.weighting is not None
 
 
 def _takes_nothing(method: Any) -> bool:
-    """Tell whether this is a method that can be called without arguments; one that fuses features needs them."""
+    """Tell whether this is a method that can be called without arguments, unlike methods that fuse features."""
     if not ismethod(method):
         return False
     return all(

@@ -24,7 +24,7 @@ class DecoupledConv2dSame(DecoupledConv2d):
     def prepare_input(self, x: Tensor) -> Tensor:
         """Return the input with zeros around it, so that windows begin at every multiple of the stride.
 
-        Where the number of zeros is odd, the end gets one more.
+        If the number of zeros is odd, there is one more at the end.
         """
         return _pad_same(self, x) if self.same_pad else x
 
@@ -39,8 +39,8 @@ class DecoupledStdConv2d(DecoupledConv2dSame):
     """A decoupled convolution with standardized kernels.
 
     It is the twin of timm's `StdConv2d`, `ScaledStdConv2d` and their SAME-padded forms. Each kernel is brought to mean
-    0 and variance 1 (times `gain`·`scale`, where there is a gain), then decoupled. Projection and orthogonality skip
-    this layer: they would act on kernels that are not the ones used.
+    0 and variance 1 (times `gain`·`scale`, if there is a gain), then decoupled. Projection and orthogonality skip this
+    layer: they would change the weight, but the kernels in use are computed from it.
     """
 
     same_pad = False
@@ -71,7 +71,7 @@ class DecoupledStdConv2d(DecoupledConv2dSame):
             nn.init.constant_(gain, self.gain_init)
 
 
-# By name, so that timm need not be imported; a model with such a layer has imported it
+# by class name, so that timm does not have to be imported
 _TIMM: dict[str, type[Decoupled]] = {
     "Conv2dSame": DecoupledConv2dSame,
     "StdConv2d": DecoupledStdConv2d,
@@ -82,7 +82,7 @@ _TIMM: dict[str, type[Decoupled]] = {
 
 
 def prepared_input(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the input that a layer's kernels are laid over, but for what `layer.padding` adds.
+    """Return the input that a layer's kernels slide over, without the padding of `layer.padding`.
 
     This is x itself, except in layers with SAME padding, plain or decoupled.
     """
@@ -103,5 +103,5 @@ def _pad_same(layer: Any, x: Tensor) -> Tensor:
 
 
 def own_twin(kind: type[nn.Module]) -> type[Decoupled] | None:
-    """Return the decoupled twin of a subclass with known arithmetic of its own, None for other classes."""
+    """Return the decoupled twin of a timm class with its own, known arithmetic; None for other classes."""
     return _TIMM.get(kind.__name__) if kind.__module__.partition(".")[0] == "timm" else None

@@ -1,6 +1,6 @@
-"""Record the code of a module and of those inside it that hold fused convolutions, as calls of all other modules.
+"""Record the code of a module, and of modules inside it that contain fused convolutions; other modules are calls.
 
-Code is recorded by torch.fx, and only where it cannot depend on more than the children and settings of its module.
+torch.fx records it, and only if it cannot depend on more than the children and settings of its module.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.following import Following
 from dcnet.util.compat import hooked
 
-# What code may name beside the children and settings of its module, unless its class has something of that name. Other
-# names, such as `isinstance`, could tell a recording from a real run, and so lead to other code.
+# Names that code may use besides the children and settings of its module, unless its class defines them. With others,
+# such as `isinstance`, code could tell a recording from a real run, and then do something else.
 _HARMLESS = {
     *("torch", "nn", "functional", "F", "getattr"),
     *("add", "add_", "cat", "mean", "sum", "softmax", "log_softmax", "sigmoid", "tanh"),
@@ -31,7 +31,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Source(NamedTuple):
-    """A module that code was recorded of, or looks into, with the children and the settings that this depends on."""
+    """A module whose code was recorded, or that this code reads, with the children and settings it depends on."""
 
     module: nn.Module
     children: dict[str, nn.Module | None]
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     forward: Any = None
 
     def holds(self) -> bool:
-        """Tell whether they are as they were."""
+        """Tell whether children, settings and forward are unchanged."""
         attributes = vars(self.module)
         if any(attributes.get(name, _MISSING) is not value for name, value in self.settings.items()):
             return False
@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The code of a module as a graph of calls, and whose code is part of it: the module first, then those inside.
+    """The code of a module as a graph of calls, and the modules whose code it includes: itself, then those inside.
 
     in_place: whether sums are written as `x += y`, which torch.fx records as `x + y`.
     """
@@ -67,7 +67,7 @@ class Recording(NamedTuple):
 
 
 def record(module: nn.Module) -> Recording | None:
-    """Return a module's code; None where it cannot be recorded, or is another one in training than in evaluation."""
+    """Return a module's code; None if it cannot be recorded, or differs between training and evaluation."""
     if not _holds_fused(module) or not _can_be_recorded(module):
         return None
     modes = {inner: inner.training for inner in module.modules()}
@@ -83,7 +83,7 @@ def record(module: nn.Module) -> Recording | None:
             if signs >= {"+", "+="}:  # the graph does not tell which is which
                 return None
             recordings.append(Recording(graph, _sources(module, inside, graph), "+=" in signs))
-    except Exception:  # torch.fx raises whatever the code does when it meets a stand-in for a tensor
+    except Exception:  # code may raise anything when it gets a stand-in for a tensor
         return None
     finally:
         for inner, training in modes.items():
@@ -92,7 +92,7 @@ def record(module: nn.Module) -> Recording | None:
 
 
 class _Tracer(fx.Tracer):
-    """Follows the code of modules that hold fused convolutions; all others are single calls."""
+    """Records the code inside modules that contain fused convolutions; all other modules are single calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def _holds_fused(module: nn.Module) -> bool:
 
 
 def _can_be_recorded(module: nn.Module) -> bool:
-    """Tell whether a module runs a plain function of its class, of one input, and of its settings only."""
+    """Tell whether a module's forward is a plain function of its class that depends on one input and its settings."""
     forward = _forward_of(module)
     if not isfunction(forward) or "forward" in vars(module):
         return False
@@ -135,7 +135,7 @@ def _can_be_recorded(module: nn.Module) -> bool:
 
 
 def _pickles_itself(kind: type) -> bool:
-    """Tell whether a class says how it is copied, as `torch.fx.GraphModule` does; ours would have to say it too."""
+    """Tell whether a class defines how it is copied, as `torch.fx.GraphModule` does; `Rewritten` would override it."""
     own = (vars(base) for base in kind.__mro__ if base is not object and not is_rewritten(base))
     return any("__reduce__" in names or "__reduce_ex__" in names for names in own)
 
@@ -146,7 +146,7 @@ def _operators(code: CodeType) -> set[str]:
 
 
 def _owner_of_forward(module: nn.Module) -> type:
-    """Return the class that defines what a module runs, below what `rewritten.py` put before it."""
+    """Return the class that defines a module's forward, apart from the class that `rewritten.py` made."""
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind) and not is_rewritten(kind))
 
 
@@ -160,11 +160,11 @@ def is_rewritten(kind: type) -> bool:
 
 
 def _sources(module: nn.Module, inside: Sequence[nn.Module], graph: fx.Graph) -> list[Source]:
-    """Return whose code was recorded, and the containers that it looks into without calling them."""
+    """Return the modules whose code was recorded, and the containers that it reads without calling them."""
     called = {module.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
     sources = [_source(one) for one in inside]
     known = {*called, *inside}
-    for source in sources:  # which grows
+    for source in sources:  # the list grows during the loop
         for child in source.children.values():
             if isinstance(child, _CONTAINERS) and child not in known:
                 known.add(child)
@@ -175,7 +175,7 @@ def _sources(module: nn.Module, inside: Sequence[nn.Module], graph: fx.Graph) ->
 def _source(module: nn.Module) -> Source:
     owner = _owner_of_forward(module)
     forward, attributes = vars(owner)["forward"], vars(module)
-    # names are in the code itself, those that `getattr` takes among its constants
+    # attributes are among the names of the code; those for `getattr` are among its constants
     constants = (c for c in forward.__code__.co_consts if isinstance(c, str) and c.isidentifier())
     names = {*forward.__code__.co_names, *constants} - {"training"}
     settings = {name: attributes.get(name, _MISSING) for name in names}

@@ -66,7 +66,7 @@ def _penalty(model: nn.Module, where: Selector, keep_diagonal: bool) -> Tensor:
     alike: dict[Any, list[Tensor]] = {}
     for name, layer in layers.items():
         kernels = whole_kernels(name, layer)
-        if not kernels.is_contiguous():  # channels_last: products do not depend on the order, and a copy is saved
+        if not kernels.is_contiguous():  # channels_last; products do not depend on the order, and this saves a copy
             kernels = kernels.movedim(1, -1)
         kernels = kernels.flatten(1).unflatten(0, (layer._kernels_and_groups()[1], -1))
         # a product in bf16 would lose the small off-diagonal entries
@@ -81,9 +81,9 @@ def _penalty(model: nn.Module, where: Selector, keep_diagonal: bool) -> Tensor:
 
 
 def _parts(kernels: list[Tensor]) -> list[list[Tensor]]:
-    """Return the kernels of layers alike in parts whose products are computed together.
+    """Return kernels of equal shape in parts whose products are computed together.
 
-    A deep network has many small products, each of which occupies a corner of a GPU; a part is copied, so it is small.
+    A deep network has many small products, and one alone uses little of a GPU. A part is copied, so it must be small.
     """
     count = max(1, _TOGETHER // max(1, kernels[0].numel()))
     return [kernels[i : i + count] for i in range(0, len(kernels), count)]
@@ -114,7 +114,7 @@ def _products(kernels: Tensor, keep_diagonal: bool) -> Tensor:
 
 
 class _OffTarget(torch.autograd.Function):
-    """Computes the penalty, with its gradient by hand: a third of the launches, of which a small network has many."""
+    """Computes the penalty with a hand-derived gradient, which takes a third of the launches."""
 
     @staticmethod
     def forward(ctx: Any, kernels: Tensor, keep_diagonal: bool) -> Tensor:

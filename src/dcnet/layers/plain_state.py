@@ -8,8 +8,8 @@ from dcnet.layers.decoupled import decoupled_layers
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of a model without what only decoupled layers have (radii, k, E{‖x‖}).
 
-    It loads into the plain network, strictly. The kernels are as they are, not normalized: the plain network with
-    them is a start, not the same function.
+    It loads into the plain network, strictly. The kernels are not normalized, so the plain network does not compute the
+    same function; it is a start for training.
 
     Args:
         model: any model with decoupled layers.

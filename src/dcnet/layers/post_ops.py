@@ -1,4 +1,4 @@
-"""A BatchNorm module, a residual and an activation as the operations that follow a convolution."""
+"""Turn a BatchNorm module, a residual and an activation into the post-ops of a convolution."""
 
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,9 @@ FUSED_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not their subc
 
 
 def is_norm_of(norm: nn.Module, conv: "Decoupled", x: Tensor) -> bool:
-    """Tell whether a BatchNorm normalizes the channels that the convolution of x has.
+    """Tell whether a BatchNorm normalizes the channels of the convolution of x.
 
-    In inputs that are not a batch, or have tokens, it takes another dimension for the channels.
+    In inputs that are not a batch, or have tokens, it sees another dimension as the channels.
     """
     dims = conv._dims
     return type(norm) is FUSED_NORMS[max(dims, 1) - 1] and x.dim() == dims + 2
@@ -26,10 +26,10 @@ def is_norm_of(norm: nn.Module, conv: "Decoupled", x: Tensor) -> bool:
 def post_ops_of(
     norm: nn.Module | None, residual: Tensor | None, activation: str | None, slope: Tensor | None
 ) -> PostOps:
-    """Return act(norm(y) + residual) as data for the convolution's pass, with the averages that the norm would move.
+    """Return act(norm(y) + residual) as post-ops, with the running averages that the norm would update.
 
-    They move once in a step, as E{‖x‖} does, also where activation checkpointing computes the convolution again: the
-    norm itself may lie outside of the checkpoint.
+    They are updated once in a step, as E{‖x‖} is, even if activation checkpointing computes the convolution again: the
+    norm itself may be outside the checkpoint.
     """
     assert isinstance(norm, BatchNorm)
     training, momentum = norm.training, 0.0 if norm.momentum is None else norm.momentum
@@ -37,9 +37,9 @@ def post_ops_of(
     running_mean, running_var = (buffer(norm, "running_mean"), buffer(norm, "running_var")) if tracks else (None, None)
     batches = buffer(norm, "num_batches_tracked") if training and tracks else None
     if batches is not None and norm.momentum is None:
-        momentum = 1.0 / (float(batches) + 1.0)  # cumulative; nn.BatchNorm2d too waits for the device here
+        momentum = 1.0 / (float(batches) + 1.0)  # cumulative; this waits for the device, as in nn.BatchNorm2d
     if batches is not None and not torch.compiler.is_compiling() and recomputing():
-        # a checkpoint wants the same tensors saved as before, so copies are moved
+        # a checkpoint requires the same tensors to be saved as before, so copies are updated
         running_mean, running_var, batches = (
             None if t is None else t.clone() for t in (running_mean, running_var, batches)
         )

@@ -1,4 +1,4 @@
-"""Find which modules a convolution's result goes through, one after the other: by torch.fx, or by running the model."""
+"""Find the modules that read a convolution's result, one after the other: by torch.fx, or by running the model."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,12 +27,12 @@ _KEPT = f"{END}the model keeps its result"
 
 
 class Seen(NamedTuple):
-    """What is known of a model's code.
+    """What is known about a model's code.
 
     Attributes:
         chains: what each decoupled layer's result goes through.
         calls: how often each module is called.
-        sources: what makes the input of each BatchNorm: a module's name, or that of a function.
+        sources: what computes the input of each BatchNorm: the name of a module or of a function.
         read: the modules with parameters that other code reads.
     """
 
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 
 
 def look(model: nn.Module, example_input: ExampleInput | None = None, modes: Modes = BOTH) -> tuple[Seen, str]:
-    """Return what becomes of every decoupled layer's result, and why that is not known: nothing if it is.
+    """Return what happens to every decoupled layer's result, and why that is unknown ("" if it is known).
 
     Run the model on the example; without one, record it with torch.fx, which not every model allows.
     """
@@ -74,7 +74,7 @@ class _Tracer(fx.Tracer):
 
 
 def by_tracing(model: nn.Module, modes: Modes = BOTH) -> Seen:
-    """Record the model with torch.fx, and see what becomes of every convolution's result, in all of the modes."""
+    """Record the model with torch.fx, and return what happens to every convolution's result, in all of the modes."""
     inner = unwrap(model)
     if inner is not model:
         names = {module: name for name, module in model.named_modules()}
@@ -94,7 +94,7 @@ def by_tracing(model: nn.Module, modes: Modes = BOTH) -> Seen:
 
 
 def by_running(model: nn.Module, example_input: ExampleInput, modes: Modes = BOTH) -> Seen:
-    """Run the model, and see what becomes of every convolution's result, in all of the modes."""
+    """Run the model, and return what happens to every convolution's result, in all of the modes."""
     found = [_ran(model, example_input, training=False)]
     if True in modes:
         try:
@@ -106,11 +106,11 @@ def by_running(model: nn.Module, example_input: ExampleInput, modes: Modes = BOT
 
 
 class OnlyInEvaluation(RuntimeError):
-    """A model runs on an example in evaluation, but not in training."""
+    """The model runs on the example in evaluation, but not in training."""
 
 
 def _in_all(found: list[Seen]) -> Seen:
-    """Return what becomes of results in one mode as in the other. A chain ends where the two differ."""
+    """Return what holds in every mode. A chain ends where the modes differ."""
     one, other = found[0], found[-1]
     chains: Chains = {}
     for name in {**one.chains, **other.chains}:
@@ -159,9 +159,9 @@ def _traced(model: nn.Module) -> Seen:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[set[fx.Node]]:
-    """Take back at the end what the code of modules stores in them: caches would keep stand-ins for tensors.
+    """On exit, undo attributes that traced code set on modules: caches would keep stand-ins for tensors.
 
-    Give a set, into which the nodes go that were stored.
+    Yield the set of stored nodes, which is filled on exit.
     """
     kept: set[fx.Node] = set()
     stores = [one for m in model.modules() for one in (vars(m), *vars(m).values()) if isinstance(one, dict | list)]
@@ -182,7 +182,7 @@ def _values(store: Any) -> list[Any]:
 
 
 def _source(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
-    """Return what makes the input of a call, but for modules that hand it through."""
+    """Return what computes the input of a call, apart from calls of nn.Identity."""
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
         if node.op != "call_module" or type(modules[str(node.target)]) is not nn.Identity:
@@ -196,7 +196,7 @@ def _may_be_shared(module: nn.Module) -> bool:
 
 
 def _end(readers: list[str]) -> str:
-    """Return the end of a chain: who reads its result."""
+    """Return the end of a chain: the readers of its result."""
     return f"{END}its result is read by {few(readers) or 'the caller'}"
 
 
@@ -223,7 +223,7 @@ def _ran(model: nn.Module, example_input: ExampleInput, training: bool) -> Seen:
             follower, output = (None, None) if next_one is None else (next_one.module, next_one.output)
             inner = set() if follower is None else set(follower.modules())
             inside = [reader in inner for reader in current.readers]
-            # an activation in place returns the same tensor: what is read after it is its result
+            # an in-place activation returns the same tensor: those who read it afterward read its result
             before = current.readers[: inside.index(True)] if any(inside) and output is current else current.readers
             others = {"" if reader is None else names[reader] or own for reader in before if reader not in inner}
             if current in kept and output is not current:
@@ -249,6 +249,6 @@ def _ran(model: nn.Module, example_input: ExampleInput, training: bool) -> Seen:
     for module, name in names.items():
         found = [flow.of(parameter) for parameter in module._parameters.values()]
         readers = {reader for made in found if made is not None for reader in made.readers} - {module}
-        if any(not isinstance(reader, Decoupled) for reader in readers):  # which does a norm's work, in a Block
+        if any(not isinstance(reader, Decoupled) for reader in readers):  # in a Block, these run the norm
             read.add(name)
     return Seen(chains, {names[module]: count for module, count in calls.items()}, sources, frozenset(read))

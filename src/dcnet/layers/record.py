@@ -1,4 +1,4 @@
-"""What has been converted, written down."""
+"""Records of conversions."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ _OPTIONS = ("magnitude", "angular", "weighting", "radius", "eps", "momentum", "s
 
 
 def conversion_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the options of every decoupled layer of a model by its name, as JSON can hold them.
+    """Return the options of every decoupled layer of a model by its name, in a form that JSON can store.
 
-    Keep it beside the weights; `restore_conversion_` converts the plain model by it.
+    Keep it beside the weights; with it, `restore_conversion_` converts the plain model.
 
     Args:
         model: any model with decoupled layers.
@@ -32,7 +32,7 @@ def conversion_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 def record_(model: nn.Module) -> None:
     """Write the conversion into the configuration of a transformers model, which is saved with its weights.
 
-    Other models have none.
+    Other models stay unchanged.
     """
     config = getattr(model, "config", None)
     if config is not None and all(callable(getattr(config, method, None)) for method in ("to_dict", "save_pretrained")):

@@ -1,6 +1,6 @@
 """Record the epilogue h·g of one layer in evaluation as a small graph of ordinary operations.
 
-Constants are computed ahead.
+Constants are computed in advance.
 """
 
 import operator as python
@@ -16,12 +16,12 @@ from dcnet.formulas.angulars import cosine, power_cosine, relu_cosine, square_co
 from dcnet.formulas.magnitudes import ball, linear, seg
 from dcnet.ops import Operator
 
-# Not harmed by a rounding error beyond ±1. asin is not defined there, nor may a function be that is not known here.
+# Functions that a cosine rounded to beyond ±1 does not harm. asin is undefined there; unknown functions may be, too.
 _BEYOND_ONE = (cosine, square_cosine, relu_cosine, power_cosine)
 
 
 class Vectors(NamedTuple):
-    """What an epilogue has for each kernel: tensors (out_channels,), or None where it needs none of them."""
+    """The numbers of an epilogue for each kernel: tensors (out_channels,), or None if it does not use them."""
 
     factor: Tensor | None  # s and t of y = s·h(t·‖x‖, ρ)·g(cos θ) + b
     gain: Tensor | None
@@ -31,9 +31,9 @@ class Vectors(NamedTuple):
 
 
 def degree_in_dot(operator: Operator) -> float | None:
-    """Return the p for which g(s·cos θ) is s|s|^(p−1)·g(cos θ), None for other functions.
+    """Return the p for which g(s·cos θ) is s|s|^(p−1)·g(cos θ); None for other functions.
 
-    What multiplies the output may then multiply the kernels instead, by its p-th root.
+    A factor of the output can then be replaced by a factor of the kernels, its p-th root.
     """
     function, choice = operator.angular.formula.function, operator.angular
     degrees = {cosine: 1.0, square_cosine: 2.0, power_cosine: dict(choice.values).get("p")}
@@ -65,9 +65,9 @@ _BY_INVERSE: dict[Any, Any] = {ball: _ball_by_inverse, linear: _linear_by_invers
 
 
 def takes_inverse(operator: Operator, vectors: Vectors, eps: float, groups: int) -> bool:
-    """Tell whether the epilogue is one of 1/‖x‖ instead of ‖x‖: h·g is (h/n)·⟨w, x⟩, and for a square · |cos θ|.
+    """Tell whether the epilogue takes 1/‖x‖ instead of ‖x‖: h·g is (h/n)·⟨w, x⟩, and for a square · |cos θ|.
 
-    eps keeps norms from 0; with several groups, a group's map of norms is not one convolution away from its kernels.
+    It needs eps, which keeps norms above 0, and a single group, whose map of norms all kernels share.
     """
     magnitude = operator.magnitude
     known = (
@@ -133,7 +133,7 @@ def _constant(vector: Tensor | None, dims: int) -> Any:
 
 
 def _simplify(graph: fx.Graph) -> None:
-    """Drop what nothing depends on, products with 1 and sums with 0."""
+    """Remove unused operations, products with 1 and sums with 0."""
     graph.eliminate_dead_code()
     neutral = {python.mul: 1.0, torch.mul: 1.0, python.add: 0.0, torch.add: 0.0}
     for node in list(graph.nodes):

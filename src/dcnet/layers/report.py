@@ -19,7 +19,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One layer in a report. multiply_adds: None where no example input was given."""
+    """One layer in a report. multiply_adds: None if no example input was given."""
 
     layer: str
     kind: str
@@ -30,7 +30,7 @@ class Row:
 
 
 def shown(name: str) -> str:
-    """Return a layer's name as reports have it."""
+    """Return a layer's name for reports."""
     return name or "(the model itself)"
 
 

@@ -1,4 +1,4 @@
-"""A model built anew, converted as another one was, before its weights are loaded."""
+"""Convert a newly built model as a saved one was converted, before its weights are loaded."""
 
 from collections.abc import Mapping
 from os import PathLike
@@ -14,7 +14,7 @@ from dcnet.layers.types import Model
 
 
 def restore_conversion_(model: Model, conversion: Mapping[str, Mapping[str, Any]]) -> Model:
-    """Convert the layers of a plain model that `conversion_of` has named, and return it; load the weights afterwards.
+    """Convert the layers of a plain model that `conversion_of` names, and return it; load the weights afterward.
 
     Args:
         model: the plain model.
@@ -55,13 +55,13 @@ def _among(names: set[str]) -> Where:
 
 
 def from_pretrained(kind: type[Model], source: str | PathLike[str], *arguments: Any, **options: Any) -> Model:
-    """Return what `kind.from_pretrained(source, …)` of transformers gives, converted as it was when saved.
+    """Return the model of `kind.from_pretrained(source, …)` of transformers, converted as it was when it was saved.
 
-    By itself `kind.from_pretrained` would build the plain network.
+    `kind.from_pretrained` alone would build the plain network.
 
     Args:
         kind: the class of the model itself, such as `ResNetForImageClassification`.
-        source: a folder or a name, as `from_pretrained` of transformers takes it.
+        source: a folder or a name, as for `from_pretrained` of transformers.
         *arguments: passed on.
         **options: passed on.
     """
@@ -82,5 +82,5 @@ def from_pretrained(kind: type[Model], source: str | PathLike[str], *arguments: 
 
     Converted.__name__, Converted.__qualname__ = kind.__name__, kind.__qualname__
     model: Model = Converted.from_pretrained(source, *arguments, **options)
-    model.__class__ = kind  # the model itself: nothing about it is ours but its layers
+    model.__class__ = kind  # only the layers are decoupled; the model is of its usual class
     return model

@@ -1,8 +1,8 @@
 """Rewrite the forward of modules around fused convolutions: additions join their passes, and maps hand energies on.
 
-An addition, as in timm's `Bottleneck`, is no module: it stands in the code of the module around. torch.fx records that
-code, and the recording runs instead of it. There a convolution adds the residual in its own pass, and leaves the energy
-of its result for a convolution that alone reads it.
+An addition, as in timm's `Bottleneck`, is not a module: it is in the code of the module around it. torch.fx records
+that code, and the rewritten recording runs instead of it. There a convolution adds the residual in its own pass, and
+hands on the energy of its result if only fused convolutions read that.
 """
 
 from inspect import signature
@@ -17,19 +17,19 @@ from dcnet.util.compat import hooked
 
 
 class Rewritten:
-    """Goes before a module's class among the bases: runs the rewritten code while that holds."""
+    """Mixin; list it before a module's class in the bases. It runs the rewritten code as long as that is valid."""
 
     fused_code: Code | None = None
     code_is_due = False  # in a copy: its code is recorded at the first call, when all modules of the model are there
 
     def __init_subclass__(cls) -> None:
-        """Do not do what the module's class does for its subclasses, such as to register them."""
+        """Skip what the module's class does for its subclasses, such as registering them."""
 
     def runs_fused_code(self, x: Any) -> bool:
-        """Tell whether the code is to run on x: no module is another one, or has a hook that wants to see more."""
+        """Tell whether to run the rewritten code on x: the modules are the same, and none has a hook."""
         assert isinstance(self, nn.Module)
         if any(isinstance(one, Proxy) for one in (x if isinstance(x, tuple | list) else (x,))):
-            return False  # torch.fx shall see the modules one by one
+            return False  # torch.fx has to see the modules one by one
         if self.code_is_due and not torch.compiler.is_compiling():
             self.code_is_due = False
             self.fused_code = rewritten_code(self)
@@ -43,10 +43,10 @@ class Rewritten:
                 return False
         return not any(hooked(one) for one in code.skipped)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # code that was made cannot be pickled, but made again
+    def __reduce_ex__(self, protocol: Any) -> Any:  # generated code cannot be pickled; it is generated again
         state: Any = super().__getstate__()
         state = {key: value for key, value in state.items() if key != "fused_code"}
-        # of a fusion with modules, these take it along (`Following`)
+        # if a fusion has modules, these take it along (`Following`)
         convs = () if self.fused_code is None else self.fused_code.convs
         empty = [(conv.fusion, conv) for conv in convs if conv.fusion is not None and conv.fusion.is_empty]
         return _restored, (plain_kind(self),), state | {"convolutions": empty}
@@ -63,7 +63,7 @@ def _restored(kind: type[nn.Module]) -> nn.Module:
     return fused
 
 
-# its input has the name that it has in the class, for callers that name it, and for torch.fx
+# the input keeps its name in the class, for callers that pass it by keyword, and for torch.fx
 _FORWARD = """
 def forward(self, {input}):
     if self.runs_fused_code({input}):
@@ -85,13 +85,13 @@ def _rewritten_class(kind: type) -> type[Any]:
 
 def plain_kind(module: Rewritten) -> type[nn.Module]:
     """Return the class that a rewritten module had before."""
-    return next(kind for kind in type(module).__mro__ if kind in _CLASSES)  # FSDP may have put one of its own before it
+    return next(kind for kind in type(module).__mro__ if kind in _CLASSES)  # FSDP may have derived a class from it
 
 
 def rewrite_(module: nn.Module) -> dict[str, Joined]:
     """Rewrite a module's forward if there are fused convolutions in it.
 
-    Return what convolutions inside do now beyond the modules behind them.
+    Return what these convolutions do now in addition to the modules behind them.
     """
     code = None if isinstance(module, Rewritten) else rewritten_code(module)
     if code is None:
@@ -108,5 +108,5 @@ def restore_(module: Rewritten) -> None:
     """Let a module run its own code again."""
     for name in ("fused_code", "code_is_due"):
         vars(module).pop(name, None)
-    if type(module) is _CLASSES.get(plain_kind(module)):  # else FSDP has put a class of its own before ours
+    if type(module) is _CLASSES.get(plain_kind(module)):  # else FSDP has derived a class from it
         module.__class__ = plain_kind(module)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Run a model once, on an example, and see which module made which tensor and which modules read it."""
+"""Run a model once, on an example, and record which module made which tensor and which modules read it."""
 
 import sys
 import weakref
@@ -20,9 +20,9 @@ _ASKS_FOR_GRADIENTS = (_tensor.requires_grad.__get__, _tensor.grad_fn.__get__)
 class Made:
     """A tensor that a module returned.
 
-    readers: for every function of PyTorch that took it, in order, the innermost watched module that was running, or
-    None. Functions that return no tensor, such as those that ask for a shape, do not count, but for those that ask
-    whether it has a gradient: there is none here, and with one the code would go on to use it.
+    readers: for every PyTorch function that read it, in order, the innermost watched module that was running, or None.
+    Functions that return no tensor, such as those for a shape, do not count. Those that ask whether it has a gradient
+    do count: it has none here, but code that asks would use a gradient if there were one.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Made:
 
 
 class Call(NamedTuple):
-    """A call of a watched module: its first input and its output, where these are tensors of watched modules."""
+    """A call of a watched module. Its first input and its output are None unless they are watched tensors."""
 
     module: nn.Module
     input: Made | None
@@ -39,9 +39,9 @@ class Call(NamedTuple):
 
 
 class Flow(TorchFunctionMode):
-    """Watches modules while it is entered: `calls` has what they did, in the order in which they were done.
+    """Watches modules inside this context: `calls` has their calls, in the order in which they ended.
 
-    Tensors are not kept alive. A tensor that goes through several modules unchanged, or is changed in place, stays one.
+    Tensors are not kept alive. A tensor that several modules return unchanged, or change in place, counts as one.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -54,24 +54,24 @@ class Flow(TorchFunctionMode):
         self._paused = False
 
     def of(self, value: object) -> Made | None:
-        """Return what is known of a tensor; None for one that no watched module has returned."""
+        """Return what is known about a tensor; None if no watched module has returned it."""
         reference, made = self._known.get(id(value), (None, None))
-        return made if reference is not None and reference() is value else None  # another may have had that id
+        return made if reference is not None and reference() is value else None  # a dead tensor may have had that id
 
     def watch(self, tensor: Tensor) -> Made:
-        """Note from now on who reads a tensor."""
+        """Record from now on which modules read a tensor."""
         made = Made()
         self._known[id(tensor)] = weakref.ref(tensor), made
         return made
 
     @property
     def alive(self) -> set[Made]:
-        """The tensors that something still holds."""
+        """The tensors that are still referenced."""
         return {made for reference, made in self._known.values() if reference() is not None}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let what is read for a while not count."""
+        """Ignore reads inside this context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -104,7 +104,7 @@ class Flow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         counts = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
-        if func in _ASKS_FOR_GRADIENTS:  # PyTorch's own code asks, and does no more
+        if func in _ASKS_FOR_GRADIENTS:  # PyTorch's own code also asks, which does not count
             counts = not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
         if not self._paused and counts:
             for leaf in tree_leaves((args, kwargs)):
@@ -123,7 +123,7 @@ def run_once(
 ) -> tuple[Flow, set[Made]]:
     """Call the model with the example; return what the modules did, and what the model returned.
 
-    In training mode buffers and random numbers are put back afterwards. tensors: others to watch, such as parameters.
+    In training mode buffers and random states are restored afterward. tensors: others to watch, such as parameters.
     """
     flow = Flow(modules)
     for tensor in tensors:
@@ -145,7 +145,7 @@ def call(model: nn.Module, example_input: ExampleInput) -> Any:
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Put a model into training or evaluation mode; restore the modes of its modules at the end.
 
-    A compiled model runs as its code stands: hooks for a look at it would be compiled too.
+    A compiled model runs eagerly: otherwise the hooks that watch it would be compiled too.
     """
     modes = {module: module.training for module in model.modules()}
     model.train(training)
@@ -182,7 +182,7 @@ def _tried(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooks() -> Iterator[list[Any]]:
-    """Give a list for handles of hooks, which are removed at the end."""
+    """Yield a list for handles of hooks, which are removed at the end."""
     handles: list[Any] = []
     try:
         yield handles

@@ -30,7 +30,7 @@ def _is_depthwise(module: nn.Module) -> bool:
     return groups > 1 and groups == getattr(module, "in_channels", None)
 
 
-# each with the reason it gives for a layer it leaves
+# each with its reason for leaving a layer
 _PRESETS: dict[str, tuple[Callable[[nn.Module], bool], str]] = {
     ALL: (lambda module: True, ""),
     "spatial": (_is_spatial, "its kernel is 1×1, and where='spatial' takes larger ones"),
@@ -43,12 +43,12 @@ PRESETS = tuple(_PRESETS)
 class Selection:
     """What `where=` says about the layers of a model, checked.
 
-    layers: the candidates by name, the first of which "not-first" leaves alone. A pattern matches the name of a layer,
-    or of a module around it, as file names are matched: `*` is any text, dots included. Several patterns select the
-    layers that any of them matches; a pattern after "!", a preset and a function each take layers away. "all" takes
-    nothing away, and lets gates be converted too.
-    selectable: those of the candidates that can be selected at all, where these are fewer. A pattern must match one of
-    them, and one after "!" any candidate.
+    layers: the candidates by name; "not-first" leaves the first of them alone. A pattern matches the name of a layer,
+    or of a module around it, like file names: `*` is any text, including dots. Several patterns select the layers that
+    any of them matches. Each pattern after "!", each preset and each function removes layers. "all" removes nothing,
+    and lets gates be converted too.
+    selectable: the candidates that can be selected, if not all can be. A pattern must match one of these; a pattern
+    after "!" must match any candidate.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Selection:
         return items
 
     def _check(self, pattern: str) -> None:
-        """Raise for a pattern that matches no layer: it would select everything, or nothing, without a word."""
+        """Raise for a pattern that matches no layer: it would silently select everything, or nothing."""
         names = list(self.layers if pattern.startswith("!") else self.selectable)
         if any(_matches(pattern.removeprefix("!"), name) for name in names):
             return
@@ -108,11 +108,11 @@ class Selection:
 
 
 def selected(model: nn.Module, layers: Mapping[str, Layer], where: Selector) -> dict[str, Layer]:
-    """Return those decoupled layers of a model that `where=` selects; raise for a pattern that matches none of them.
+    """Return the decoupled layers of a model that `where=` selects; raise for a pattern that matches none of them.
 
-    What a selector says is the same as for `decouple_`: "not-first" leaves the first layer of the network alone, also
-    where that one was not converted, and "!stem*" is no error there. The plain twin of a network has nothing to select,
-    but the names of the layers that would be.
+    Selectors mean the same as in `decouple_`: "not-first" leaves the first layer of the network alone, even if that was
+    not converted, and "!stem*" is not an error then. In a plain network nothing can be selected, but patterns are
+    checked against the names of its layers.
     """
     if where is None:
         return dict(layers)

@@ -1,4 +1,4 @@
-"""Kernels that lie on several ranks: what FSDP2 (`fully_shard`) does to a layer, and how to see its kernels whole."""
+"""Kernels that are split among ranks by FSDP2 (`fully_shard`), and how to get them whole."""
 
 import sys
 from typing import Any
@@ -9,15 +9,15 @@ from dcnet.layers.decoupled import Decoupled
 
 
 def is_sharded(tensor: object) -> bool:
-    """Tell whether a tensor is a DTensor, of which each rank may hold a part.
+    """Tell whether a tensor is a DTensor, which may be split among ranks.
 
-    It looks for a method, since the import takes long.
+    It checks for a method, since importing the class takes long.
     """
     return hasattr(tensor, "full_tensor")
 
 
 def check_shape(name: str, layer: Decoupled) -> None:
-    """Raise where FSDP1 has flattened the kernels of a layer and left a rank's part of them."""
+    """Raise if FSDP1 has flattened the kernels of a layer, so that only this rank's part is left."""
     weight, kernels = layer.weight, layer._kernels_and_groups()[0]
     if weight.dim() < 2 or weight.shape[0] != kernels:
         raise ValueError(
@@ -29,9 +29,9 @@ def check_shape(name: str, layer: Decoupled) -> None:
 
 
 def whole_kernels(name: str, layer: Decoupled) -> Tensor:
-    """Return the kernels of a layer with every rank's part, with gradient; call it on all ranks.
+    """Return the whole kernels of a layer, from all ranks, with gradient; call it on all ranks.
 
-    The gradient that comes back is taken to be the same on every rank, as that of a penalty is.
+    It assumes that their gradient is the same on every rank, as that of a penalty is.
     """
     weight: Any = layer.weight
     if is_sharded(weight):
@@ -51,9 +51,9 @@ def modules_of_fsdp(model: nn.Module, kind: str) -> list[Any]:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Put each rank's part of the parameters back where FSDP2 has left whole ones after a forward.
+    """Split parameters among the ranks again where FSDP2 has left them whole after a forward pass.
 
-    Changes to whole ones would be lost.
+    Changes to whole parameters would be lost.
     """
     for module in modules_of_fsdp(model, "FSDPModule"):
         module.reshard()

@@ -16,7 +16,7 @@ from dcnet.util.compat import BatchNorm
 def sync_norms_(model: Model) -> Model:
     """Take E{‖x‖} of every decoupled layer over all ranks in training, from now on; return the model.
 
-    As `nn.SyncBatchNorm.convert_sync_batchnorm` does for BatchNorm.
+    For BatchNorm, `nn.SyncBatchNorm.convert_sync_batchnorm` does this.
 
     Args:
         model: any model with decoupled layers.
@@ -63,9 +63,9 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_statistics_(model: nn.Module, statistics: dict[str, Tensor]) -> nn.Module:
-    """Write running averages that `statistics_of` has copied into the model, and return it.
+    """Write the averages that `statistics_of` returned back into the model, and return the model.
 
-    In place: a CUDA graph keeps the buffers it knows.
+    This works in place, since a CUDA graph refers to the buffers.
     """
     for name, buffer in statistics.items():
         model.get_buffer(name).copy_(buffer)
@@ -117,15 +117,15 @@ def input_of(batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def recalibrate_(model: Model, batches: Iterable[Batch]) -> Model:
-    """Estimate E{‖x‖} and BatchNorm's averages anew, as plain means over the batches; return the model.
+    """Estimate E{‖x‖} and BatchNorm's averages again, as plain means over the batches; return the model.
 
-    Running averages lag behind weights that move quickly, and do not fit weights that were converted or averaged.
-    Everything but the layers with averages runs in evaluation mode (dropout is off); modes and momenta are restored
-    afterwards. If anything fails the old averages stay.
+    Running averages lag behind weights that change quickly, and do not fit weights that were converted or averaged.
+    All modules except the layers with averages run in evaluation mode (dropout is off); modes and momenta are restored
+    afterward. If anything fails, the old averages stay.
 
     Args:
         model: any model.
-        batches: inputs, or tuples or lists that start with one, such as a `DataLoader` gives them.
+        batches: inputs, or tuples or lists that start with one, such as those of a `DataLoader`.
 
     Examples:
         >>> import torch, dcnet

@@ -1,4 +1,4 @@
-"""The types of arguments that several functions of a model take."""
+"""Types of arguments that several functions share."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -9,4 +9,4 @@ Model = TypeVar("Model", bound=nn.Module)  # a function that returns the model i
 
 Positional = Tensor | tuple[Any, ...] | list[Any]  # what a model is called with: one tensor, or several arguments
 ExampleInput = Positional | Mapping[str, Any]  # or named ones
-Batch = Tensor | tuple[Any, ...] | list[Any]  # inputs, or a tuple or list that starts with them, as a DataLoader gives
+Batch = Tensor | tuple[Any, ...] | list[Any]  # inputs, or a tuple or list that starts with them, as of a DataLoader

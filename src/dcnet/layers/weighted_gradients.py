@@ -1,4 +1,4 @@
-"""Weighted gradients: those of unweighted kernels times ‖w‖."""
+"""Weighted gradients: the gradients of unweighted kernels times ‖w‖."""
 
 from typing import Any
 from weakref import ref
@@ -75,10 +75,10 @@ def weight_gradients_(model: nn.Module, where: Selector = None) -> WeightedGradi
 
 
 class _WeightedGradient:
-    """Multiplies by ‖w‖ the gradient of every tensor that has been a layer's kernels.
+    """Multiplies the gradient of every tensor that has been a layer's kernels by ‖w‖.
 
-    There may be several: FSDP2 keeps a rank's part of the kernels, computes with others, and hands the gradient over
-    without autograd.
+    There may be several: FSDP2 keeps a rank's part of the kernels, but computes with other tensors, and hands their
+    gradient over without autograd.
     """
 
     def __init__(self, eps: float, sharded: bool) -> None:
@@ -90,7 +90,7 @@ class _WeightedGradient:
         if torch.compiler.is_compiling():
             if (
                 self.sharded
-            ):  # torch.compile leaves this layer to eager mode then, or, asked for a full graph, shows the error
+            ):  # torch.compile then runs this layer in eager mode, or shows the error if it needs a full graph
                 raise RuntimeError(
                     "weight_gradients_ under FSDP2 cannot be compiled: kernels come and go, and hooks with them"
                 )
@@ -99,7 +99,7 @@ class _WeightedGradient:
             self._handles.append(kernel.register_hook(_TimesNorm(kernel, self.eps)))
 
     def remove(self) -> None:
-        """Leave the gradients of all of them alone."""
+        """Stop weighting all of them."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -116,7 +116,7 @@ class _TimesNorm:
     """The hook on kernels that multiplies their gradient by ‖w‖."""
 
     def __init__(self, kernel: Tensor, eps: float) -> None:
-        self.kernel, self.eps = ref(kernel), eps  # a kernel that held itself through its hook would not be freed
+        self.kernel, self.eps = ref(kernel), eps  # a weak reference: the kernel holds this hook
 
     def __call__(self, grad: Tensor) -> Tensor:
         kernel = self.kernel()

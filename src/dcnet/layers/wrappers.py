@@ -1,4 +1,4 @@
-"""What is inside the wrappers of PyTorch."""
+"""Find the model inside PyTorch's wrappers."""
 
 from torch import nn
 
@@ -6,9 +6,9 @@ from dcnet.util.compat import compiled_model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DataParallel and DistributedDataParallel; any other as it is.
+    """Return the model inside torch.compile, DataParallel and DistributedDataParallel, or the model itself.
 
-    These compute what the model inside does, but have their own names for its weights, and take `*args`.
+    These wrappers compute the same, but have other names for the weights, and take `*args`.
     """
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
