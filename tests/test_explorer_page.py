@@ -131,7 +131,7 @@ def test_the_pictures_show_the_package_numbers(page):
         "impl": "reference",
     }
     assert_close(torch.tensor(drawn["plane"], dtype=torch.float64), dcnet.decoupled_linear(x, w, **options).flatten())
-    # orange where the response is positive: towards w, and at θ = 0, which is below
+    # orange where the response is positive: toward w, and at θ = 0, which is below
     colors = page.evaluate("""() => {
         const read = (id, ...points) => {
             const { width, height } = element(id);

@@ -262,7 +262,7 @@ def test_a_converted_network_goes_through_a_file(run, tmp_path):
 def test_formulas_of_ones_own_travel_with_the_file_and_are_not_executed(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text(
-        "import dcnet\n\n\n@dcnet.magnitude(replace=True)\ndef travelling(n, alpha: dcnet.positive = 1.0):\n"
+        "import dcnet\n\n\n@dcnet.magnitude(replace=True)\ndef traveling(n, alpha: dcnet.positive = 1.0):\n"
         '    """α·‖x‖"""\n    return alpha * n, alpha\n'
     )
     code = compile(source.read_text(), str(source), "exec")
@@ -270,18 +270,18 @@ def test_formulas_of_ones_own_travel_with_the_file_and_are_not_executed(tmp_path
     from dcnet.formulas.catalogue import CATALOGUES
 
     try:
-        own = train(dcnet.make_recipe("demo", magnitude="travelling", steps=1), tmp_path / "run", quiet=True)
+        own = train(dcnet.make_recipe("demo", magnitude="traveling", steps=1), tmp_path / "run", quiet=True)
         save_weights(own, tmp_path / "own.safetensors")
         expected = own.model(images())
     finally:
-        del CATALOGUES["magnitude"]["travelling"]
-    with pytest.raises(ValueError, match="'travelling', which is not known here"):
+        del CATALOGUES["magnitude"]["traveling"]
+    with pytest.raises(ValueError, match="'traveling', which is not known here"):
         load(tmp_path / "own.safetensors")
-    assert "travelling" not in dcnet.magnitudes()
+    assert "traveling" not in dcnet.magnitudes()
     try:
         assert torch.equal(load(tmp_path / "own.safetensors", trust_formulas=True)(images()), expected)
     finally:
-        CATALOGUES["magnitude"].pop("travelling", None)
+        CATALOGUES["magnitude"].pop("traveling", None)
 
 
 def test_files_that_are_not_ours(tmp_path):

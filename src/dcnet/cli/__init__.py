@@ -55,9 +55,10 @@ for listed in (lists.models, lists.recipes, lists.data, lists.operators):
 
 
 def main() -> None:
-    """Run the command line; what the output's encoding cannot say, such as ‖ in Latin-1, is replaced and no error.
+    """Run the command line.
 
-    Where the output cannot be written at all, the program ends with a line that says so.
+    Characters that the output's encoding lacks, such as ‖ in Latin-1, are replaced. If the output cannot be written at
+    all, the program ends with a message.
     """
     _open_closed()
     for stream in (sys.stdout, sys.stderr):
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def _open_closed() -> None:
-    """End the program where its output is closed, as after >&-; closed errors go nowhere."""
+    """End the program if its output is closed, as after >&-. If the error output is closed, discard what goes there."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, as it is needed to the end
     if sys.stdout is None:

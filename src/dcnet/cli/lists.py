@@ -1,4 +1,4 @@
-"""`dcnet models`, `recipes`, `data` and `operators`: what there is, a line each."""
+"""`dcnet models`, `recipes`, `data` and `operators`: lists with a line for each."""
 
 from itertools import groupby
 from pathlib import Path

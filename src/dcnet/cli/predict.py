@@ -1,4 +1,4 @@
-"""`dcnet predict`: what a trained network says of image files."""
+"""`dcnet predict`: classify image files with a trained network."""
 
 import json
 from pathlib import Path

@@ -78,13 +78,13 @@ _KNOWN = {
 
 
 def _completion(known: Iterable[str]) -> Callable[[str], list[str]] | None:
-    """Return what a shell offers after a flag; None where the values are too many."""
+    """Return the function for a shell's completions of a flag's value; None if no values are known."""
     words = list(known)
     return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
 
 
 def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
-    """Return the command, with a flag for each field of a recipe but for some; those that are given come as `given`."""
+    """Return the command with a flag for each recipe field except `without`; it gets the flags in use as `given`."""
     own = [p for p in inspect.signature(command).parameters.values() if p.name != "given"]
     entries = [entry for entry in fields(Recipe) if entry.name not in without]
 

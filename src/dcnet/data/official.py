@@ -84,7 +84,7 @@ def _state(path: Path, md5: str) -> str | None:
 def _cifar(
     folder: str, train: tuple[str, ...], test: str, label: int, labels: int
 ) -> Callable[[Path], tuple[Split, Split]]:
-    """Record of `labels` label bytes, of which one counts, then the planes R, G, B."""
+    """Return a reader of records: `labels` label bytes, one of them in use, then the planes R, G, B."""
 
     def split(root: Path, names: tuple[str, ...]) -> Split:
         records = np.concatenate(

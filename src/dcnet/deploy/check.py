@@ -1,4 +1,4 @@
-"""Whether an exported model gives what the model itself gives: on the example, on other batches, on other sizes."""
+"""Check that an exported model computes the same as the model: on the example, on other batches and other sizes."""
 
 import copy
 from collections.abc import Callable
@@ -18,12 +18,12 @@ _MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}  # of interpolation, by di
 
 
 def _is_image(value: Any) -> bool:
-    """Tell whether an input is a batch of images, sounds or volumes, whose size may differ."""
+    """Tell whether an input is a batch of images, sounds or volumes, which may have any size."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in _MODES
 
 
 class Mismatch(ValueError):
-    """An exported model gives something else."""
+    """An exported model gives different results."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def run_model(model: nn.Module, arguments: Arguments) -> list[Tensor]:
 
 
 def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch.dtype) -> Checked:
-    """Return how far an exported model is off; raise where that is more than rounding in its dtype explains.
+    """Return how far an exported model is off; raise if that is more than rounding in its dtype explains.
 
-    The measure is the model in float64. The exported model may be off by four times as much as the model itself in the
-    same dtype, plus a few units in the last place.
+    Both are compared with the model in float64. The exported model may be off by four times as much as the model itself
+    in the same dtype, plus a few units in the last place.
     """
     exact = run_model(cast_model(model, torch.float64), cast_inputs(arguments, torch.float64))
     itself = run_model(cast_model(model, dtype), cast_inputs(arguments, dtype))
@@ -80,7 +80,7 @@ def compare(model: nn.Module, runner: Runner, arguments: Arguments, dtype: torch
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the model in that dtype, a copy where it is in another."""
+    """Return the model in that dtype, as a copy if it has another one."""
     if all(value.dtype == dtype for value in (*model.parameters(), *model.buffers()) if value.is_floating_point()):
         return model
     return copy.deepcopy(model).to(dtype)
@@ -101,7 +101,7 @@ def other_batches(arguments: Arguments) -> list[Arguments]:
 
 
 def with_batch(arguments: Arguments, count: int) -> Arguments:
-    """Return the inputs as a batch of that size, repeated where there are not as many."""
+    """Return the inputs as a batch of that size, repeated if there are fewer."""
     batch = next((len(value) for value in tensors(arguments) if value.dim()), 0)
     if batch == 0:
         return arguments
@@ -112,10 +112,10 @@ def with_batch(arguments: Arguments, count: int) -> Arguments:
 
 
 def smallest_side(runner: Runner, arguments: Arguments) -> int | None:
-    """Return how many pixels a side images need for an exported model to run, up to that of the example.
+    """Return the smallest side of images, in pixels, with which an exported model runs, at most that of the example.
 
-    A program of torch.export can refuse images that leave a map of the model one pixel. None where inputs differ in
-    their sides.
+    A program of torch.export can refuse images for which a map in the model has one pixel. Return None if the inputs
+    have different sides.
     """
     sides = {side for value in tensors(arguments) if _is_image(value) for side in value.shape[2:]}
     if len(sides) != 1:
@@ -139,7 +139,7 @@ def smallest_side(runner: Runner, arguments: Arguments) -> int | None:
 
 
 def other_size(model: nn.Module, arguments: Arguments) -> Arguments | None:
-    """Return the first images of the inputs in twice their size; None where the model itself does not take it."""
+    """Return the first images of the inputs in twice their size; None if the model itself does not accept them."""
 
     def resized(value: Any) -> Any:
         if not _is_image(value):
@@ -150,6 +150,6 @@ def other_size(model: nn.Module, arguments: Arguments) -> Arguments | None:
     other = tree_map(resized, with_batch(arguments, min(batch, 2)))
     try:
         run_model(model, other)
-    except Exception:  # whatever a model says to a size it was not made for
+    except Exception:  # a model may raise anything for a size that it does not support
         return None
     return other  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`export`: a model into a file for other programs, checked against the model itself before the file appears."""
+"""`export`: write a model into a file for other programs, checked against the model itself before the file appears."""
 
 import copy
 import os
@@ -57,12 +57,12 @@ class ExportReport:
         bytes: its size.
         seconds: how long it took.
         dtype: of the arithmetic in it.
-        dynamic: what may be any in it, of "batch" and "size".
-        checked: what it was checked with, and how far off it was.
+        dynamic: which of "batch" and "size" are free in it.
+        checked: the inputs it was checked with, and how far off it was.
         opset: of ONNX.
-        nodes: how many operations an ONNX file has.
-        notes: what else there is to know.
-        smallest: how many pixels a side images must have at least, where "size" is free and that is known.
+        nodes: the number of operations in an ONNX file.
+        notes: anything else to know.
+        smallest: the smallest side of images in pixels, if "size" is free and this is known.
     """
 
     path: Path
@@ -70,12 +70,12 @@ class ExportReport:
     bytes: int
     seconds: float
     dtype: str = ""
-    dynamic: tuple[str, ...] = ()  # of "batch" and "size", what may be any
+    dynamic: tuple[str, ...] = ()
     checked: list[Checked] = field(default_factory=list)
-    opset: int | None = None  # of ONNX
+    opset: int | None = None
     nodes: int | None = None
     notes: list[str] = field(default_factory=list)
-    smallest: int | None = None  # pixels a side, where the size is free
+    smallest: int | None = None
 
     def __str__(self) -> str:
         length = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes / 1e3:.1f} kB"
@@ -113,19 +113,18 @@ def export(
 
     In the file each decoupled layer is one convolution, one map of norms and the few operations of its formulas;
     kernels are normalized, radii multiplied and BatchNorms folded beforehand. The model stays as it is. If anything
-    fails no file is written.
+    fails, no file is written.
 
     Args:
-        model: any model; of one in torch.compile or in a data-parallel wrapper, what is inside.
+        model: any model; if it is in torch.compile or in a data-parallel wrapper, the model inside is exported.
         path: the file to write.
-        to: "onnx", "torch-export" (a program that `torch.export.load` reads), "aoti" (compiled for this machine by
-            Inductor) or "safetensors" (weights and the conversion, for `dcnet.load_weights_`); by default what the
-            ending of the path says.
+        to: "onnx", "torch-export" (a program for `torch.export.load`), "aoti" (compiled for this machine by Inductor)
+            or "safetensors" (weights and the conversion, for `dcnet.load_weights_`); by default, the ending of the
+            path decides.
         example_input: real inputs, a tensor or a tuple of them, with which the file is checked before it appears.
-        half: float16 instead of float32, whatever the model has; norms, angles and magnitudes are computed in float32
-            still.
-        dynamic: leave the batch and the size of images free in the file, as far as the model itself allows, which is
-            checked too.
+        half: use float16 instead of float32 for any model; norms, angles and magnitudes are still computed in float32.
+        dynamic: leave the batch and the size of images free in the file, as far as the model allows; this is checked
+            too.
         opset: of ONNX.
 
     Examples:
@@ -175,7 +174,7 @@ def _check(model: nn.Module, path: Path, opset: int) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the path of a file")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):  # before a long computation rather than after it
+    if not folder.is_dir() or not os.access(folder, os.W_OK):  # raise before a long computation instead of after it
         raise ValueError(f"{path} cannot be written: {folder} is {'not writable' if folder.is_dir() else 'a file'}")
     if opset not in onnx_format.OPSETS:
         raise ValueError(
@@ -206,7 +205,7 @@ def _export(
     model: nn.Module, arguments: Arguments, path: Path, to: str, dtype: torch.dtype, dynamic: bool, opset: int
 ) -> tuple[bytes, ExportReport]:
     try:
-        with evaluating(model):  # kernels that a hook computes can be copied once they are without gradients
+        with evaluating(model):  # without gradients, so that kernels that a hook computes can be copied afterward
             expected = run_model(model, arguments)
     except Exception as error:
         raise ValueError(
@@ -219,7 +218,7 @@ def _export(
     ready, inputs = prepare(original, arguments).to(dtype), cast_inputs(arguments, dtype)
     notes: list[str] = []
     resized = other_size(original, arguments) if dynamic else None
-    if resized is not None and _pads_by_size(original):  # formulas of sizes in sizes in sizes take an exporter forever
+    if resized is not None and _pads_by_size(original):  # exporters take forever with such nested formulas of sizes
         resized = None
         notes.append("not for any size: some layers pad by the size that their input has (SAME)")
     plans: tuple[tuple[str, ...], ...] = (DYNAMIC, DYNAMIC[:1], ()) if resized is not None else (DYNAMIC[:1], ())
@@ -272,7 +271,7 @@ _MAKERS = {"onnx": _onnx, "torch-export": _program, "aoti": _package}
 
 
 def _really_free(program: ExportedProgram, asked: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what of "batch" and "size" the program is free in: a model may fix either by what it does."""
+    """Return which of "batch" and "size" are free in the program: the model's code may fix either."""
     dims = free_dims(program)
     free = [any(0 in one for one in dims), any(max(one, default=0) > 0 for one in dims)]
     return tuple(name for name, is_free in zip(DYNAMIC, free, strict=True) if is_free and name in asked)
@@ -286,7 +285,7 @@ def _checks(
     free: tuple[str, ...],
     resized: Arguments | None,
 ) -> list[Checked]:
-    """Compare on the example itself, then on other batches and another size where those are free."""
+    """Compare on the example itself, then on other batches and another size if these are free."""
     given = [arguments, *(other_batches(arguments) if "batch" in free else [])]
     if "size" in free and resized is not None:
         given.append(resized)

@@ -1,4 +1,4 @@
-"""ONNX: a lean graph out of PyTorch's exporter, and its outputs by onnxruntime."""
+"""ONNX: a small graph from PyTorch's exporter, and its outputs by onnxruntime."""
 
 import json
 from importlib.util import find_spec
@@ -19,14 +19,14 @@ OPSETS = range(18, 24)
 
 
 def check_packages() -> None:
-    """Raise where something that writing or checking ONNX needs is not installed."""
+    """Raise if a package for writing or checking ONNX is not installed."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"exporting to ONNX needs {', '.join(missing)}: pip install 'dcnet[onnx]'")
 
 
 def make_onnx(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[Any, bytes]:
-    """Return the ONNX model of a program, and its bytes. model: where it comes from, to be named in the file."""
+    """Return the ONNX model of a program, and its bytes. model: the original, whose operators the file lists."""
     arguments, named = program.example_inputs or ((), {})
     single = len(tensors(arguments)) == 1
     names: dict[str, Any] = {"input_names": ["input"]} if single else {}
@@ -39,7 +39,7 @@ def make_onnx(program: ExportedProgram, opset: int, model: nn.Module) -> tuple[A
     assert made is not None
     proto = made.model_proto
     rewrite_(proto.graph)
-    # what the exporter notes down about each operation, paths of source files included, is larger than the graph
+    # the exporter's notes on each operation, which include paths of source files, are larger than the graph
     for part in (proto.graph, *proto.functions):
         for one in (part, *part.node):
             del one.metadata_props[:]

@@ -1,4 +1,4 @@
-"""What PyTorch's ONNX exporter leaves to do: two nodes as one, equal nodes once."""
+"""Improve graphs of PyTorch's ONNX exporter: merge two nodes into one, and compute equal nodes once."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ def rewrite_(graph: Any) -> None:
 
 
 def _sums_of_squares_(graph: Any) -> None:
-    """Make one ReduceSumSquare of x·x and the sum of it, where nothing else takes the product.
+    """Merge x·x and its sum into one ReduceSumSquare if nothing else reads the product.
 
-    It is also quicker than the two: 0.76 to 0.87 of their time in onnxruntime (benchmarks/NOTES.md).
+    It is also faster than the two: 0.76 to 0.87 of their time in onnxruntime (benchmarks/NOTES.md).
     """
     uses = _uses(graph)
     made = {output: node for node in graph.node for output in node.output}
@@ -27,7 +27,7 @@ def _sums_of_squares_(graph: Any) -> None:
 
 
 def _equal_nodes_once_(graph: Any) -> None:
-    """Drop nodes that do what another one did with the same inputs: two layers may take norms of the same map."""
+    """Remove nodes that repeat another node with the same inputs: two layers may take norms of the same map."""
     known: dict[tuple[Any, ...], Any] = {}
     other: dict[str, str] = {}
     outputs = {value.name for value in graph.output}
@@ -42,7 +42,7 @@ def _equal_nodes_once_(graph: Any) -> None:
             graph.node.remove(node)
 
 
-_SUMS = ("ReduceSum", "ReduceSumSquare")  # others, such as random numbers, may differ each time
+_SUMS = ("ReduceSum", "ReduceSumSquare")  # other nodes, such as random numbers, may differ each time
 
 
 def _uses(graph: Any) -> dict[str, int]:

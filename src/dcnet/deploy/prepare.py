@@ -22,8 +22,8 @@ def prepare(model: nn.Module, example_input: ExampleInput | None = None) -> nn.M
     Decoupled layers that compute a plain convolution become plain (`couple_`), the others become `Inference` modules.
     The model itself stays as it is.
 
-    With an example_input, the arguments of a call of the model, a BatchNorm that alone follows an `Inference` module is
-    folded into it, wherever in the code the two are called.
+    With an example_input, the arguments of a call of the model, a BatchNorm that is the only reader of an `Inference`
+    module is folded into it, wherever the code calls the two.
     """
     model = unwrap(model)
     refuse_wrapped(model, "cannot make a copy for inference of", "export")
@@ -35,7 +35,7 @@ def prepare(model: nn.Module, example_input: ExampleInput | None = None) -> nn.M
             )
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     couple_(ready, example_input=example_input)
-    # a plain convolution that couple_ had to leave, for its padding or a parametrization, needs no norms either way
+    # a plain convolution that couple_ had to leave, for its padding or a parametrization, needs no norms anyway
     left = [
         layer
         for layer in decoupled_layers(ready).values()
@@ -54,7 +54,7 @@ def prepare(model: nn.Module, example_input: ExampleInput | None = None) -> nn.M
 
 
 def _fold_norms(model: nn.Module, example_input: ExampleInput) -> None:
-    """Fold the BatchNorms of which the input is the output of an `Inference` module that goes nowhere else."""
+    """Fold the BatchNorms that are the only readers of an `Inference` module's output."""
     folded = {norm: layer for layer, norm in _followed_by_norm(model, example_input).items()}
     for norm, layer in folded.items():
         layer.fold_(norm)
@@ -65,7 +65,7 @@ def _fold_norms(model: nn.Module, example_input: ExampleInput) -> None:
 
 
 def _followed_by_norm(model: nn.Module, example_input: ExampleInput) -> dict[Inference, nn.Module]:
-    """Return the layers whose output goes into one BatchNorm and nowhere else, seen in one call of the model."""
+    """Return the layers whose output only goes into one BatchNorm, as seen in one call of the model."""
     watched = [module for module in model.modules() if isinstance(module, Inference) or _is_foldable(module)]
     flow, returned = run_once(model, example_input, watched)
     calls = Counter(one.module for one in flow.calls)

@@ -22,7 +22,7 @@ DYNAMIC = ("batch", "size")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep to ourselves what PyTorch's exporters say about themselves."""
+    """Suppress warnings and log messages of PyTorch's exporters."""
     loggers = [
         logging.getLogger(name)
         for name in ("torch.export", "torch._export", "torch.onnx", "torch._inductor", "onnxscript")
@@ -40,11 +40,11 @@ def quiet() -> Iterator[None]:
 
 
 def trace(model: nn.Module, arguments: Arguments, dynamic: tuple[str, ...]) -> ExportedProgram:
-    """Return the program of a model; dynamic: which of "batch" and "size" stay free, as far as the model allows it."""
-    if "batch" in dynamic:  # a size of 1 is taken for a constant, and more than 2 is only more work
+    """Return the program of a model; dynamic: which of "batch" and "size" stay free, if the model allows it."""
+    if "batch" in dynamic:  # a batch of 1 would count as a constant; more than 2 is only more work
         arguments = with_batch(arguments, 2)
     shapes = None
-    if dynamic:  # by the names of parameters, as all that goes to *args is one tuple there
+    if dynamic:  # by the names of parameters; arguments for *args are one tuple
         bound = inspect.signature(model.forward).bind(*arguments).arguments
         shapes = {name: tree_map(lambda v: _dims(v, dynamic), value) for name, value in bound.items()}
     with torch.no_grad(), quiet():
@@ -66,10 +66,10 @@ def free_dims(program: ExportedProgram) -> list[list[int]]:
 
 
 def check_sizes(program: ExportedProgram) -> None:
-    """Raise where the program is for small images only, though their size is free.
+    """Raise if the program is for small images only, although their size is free.
 
-    PyTorch asks whether a map has one pixel, which its strides depend on, and keeps to the answer for the example.
-    ONNX has no strides; a program compiled by Inductor does not even check the size of its input.
+    Strides depend on whether a map has one pixel, and PyTorch fixes the answer for the example. ONNX has no strides; a
+    program compiled by Inductor does not even check the size of its input.
     """
     sizes = [size.node.expr for shape in _shapes(program) for size in shape[2:] if not isinstance(size, int)]
     largest = [program.range_constraints[size].upper for size in sizes if size in program.range_constraints]
@@ -90,7 +90,7 @@ def _shapes(program: ExportedProgram) -> list[Any]:
 
 
 def save_program(program: ExportedProgram) -> bytes:
-    """Return what `torch.export.load` reads."""
+    """Return the program as bytes for `torch.export.load`."""
     file = io.BytesIO()
     with quiet():
         torch.export.save(program, file)
@@ -110,7 +110,7 @@ def run_program(data: bytes) -> Runner:
 
 
 def compile_program(program: ExportedProgram) -> bytes:
-    """Return the package that `torch._inductor.aoti_load_package` reads, compiled for this processor or GPU."""
+    """Return the package for `torch._inductor.aoti_load_package`, compiled for this processor or GPU."""
     from torch._inductor import aoti_compile_and_package
 
     with tempfile.TemporaryDirectory() as folder, quiet(), torch.no_grad():

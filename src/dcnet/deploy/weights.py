@@ -25,7 +25,7 @@ FORMAT = "dcnet converted 1"
 
 
 def save_model_weights(model: nn.Module, path: Path) -> bytes:
-    """Return the file that `load_weights_` reads; formulas that do not come with dcnet are in it as source."""
+    """Return the file for `load_weights_` as bytes; formulas that do not come with dcnet are in it as source."""
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     conversion = conversion_of(model)
     about = {"version": __version__, "model": type(model).__name__, "conversion": conversion}
@@ -39,13 +39,13 @@ def _formulas(conversion: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, st
 
 
 def load_weights_(model: Model, path: str | Path, *, trust_formulas: bool = False) -> Model:
-    """Convert a plain model as the one in the file was, load its weights, and return it.
+    """Convert a plain model as the one in the file was converted, load its weights, and return it.
 
-    A file executes nothing unless `trust_formulas` says so. If it does not fit nothing is changed.
+    A file executes nothing unless `trust_formulas` says so. If it does not fit, nothing is changed.
 
     Args:
-        model: the same architecture, built anew, not converted yet (or converted in the same way). It may be in
-            torch.compile or DataParallel; DistributedDataParallel takes the converted model only.
+        model: a new model of the same architecture, not converted yet (or converted in the same way). It may be in
+            torch.compile or DataParallel; in DistributedDataParallel it must be converted already.
         path: a file that `dcnet.export` has written, ending in .safetensors.
         trust_formulas: execute the copy of your own formulas in the file, if they are not registered here.
 
@@ -90,7 +90,7 @@ def load_weights_(model: Model, path: str | Path, *, trust_formulas: bool = Fals
 
 
 def conversion_in(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the record of the conversion in a file of `dcnet.export`; it is empty where nothing was converted."""
+    """Return the record of the conversion in a file of `dcnet.export`; it is empty if nothing was converted."""
     return dict(_read(path)[1]["conversion"])
 
 

@@ -24,7 +24,7 @@ _PIECEWISE = """
     MaxPoolDWithIndices MaxPoolD AdaptiveMaxPoolD FractionalMaxPoolD MaxUnpoolD Sort Topk
 """
 _ANY = {*_LINEAR.split(), *_PIECEWISE.split()}
-# Linear in each factor: which of their tensors are factors, of which only one may depend on the image
+# Linear in each factor: which of their tensors are factors. Only one of these may depend on the image
 _PRODUCTS = {
     "Mul": (0, 1), "Mm": (0, 1), "Bmm": (0, 1), "Mv": (0, 1), "Dot": (0, 1), "Linear": (0, 1), "Convolution": (0, 1),
     "MkldnnConvolution": (0, 1), "CudnnConvolution": (0, 1), "SlowConvDilatedD": (0, 1), "ConvDepthwiseD": (0, 1),

@@ -22,7 +22,7 @@ _HEAD += "import dcnet\nfrom dcnet.formulas import at_least, learnable, m, posit
 
 
 class MissingFormula(ValueError):
-    """A network has a formula that is not known here, or that is another one here."""
+    """A network has a formula that is not registered here, or differs from the one registered here."""
 
 
 def formula_names(operators: Iterable[tuple[str, str]]) -> list[Name]:
@@ -119,9 +119,9 @@ def _comes_with_dcnet(formula: Formula) -> bool:
 
 
 def _definition(formula: Formula) -> ast.FunctionDef:
-    """Return the function by itself.
+    """Return the definition of the function, in a form that does not depend on its file.
 
-    Decorator, annotations and defaults in words that need nothing of the file it comes from.
+    Decorator, annotations and defaults are rewritten so that they need nothing else from there.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(formula.function)))
     node = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == formula.name), None)
@@ -174,7 +174,7 @@ def _same(stored: ast.FunctionDef, known: Formula) -> bool:
 
 
 def _computation(node: ast.FunctionDef) -> str:
-    """Return the definition without its words: no docstring, and formatted in one way."""
+    """Return what a definition computes as text, without docstring and formatting."""
     body = node.body
     if (
         body

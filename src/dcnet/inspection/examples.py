@@ -1,4 +1,4 @@
-"""Images before and after an attack, with what the network says of them."""
+"""Images before and after an attack, with the network's predictions."""
 
 import base64
 from typing import Any

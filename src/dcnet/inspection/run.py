@@ -22,8 +22,8 @@ from dcnet.util.files import write_atomically
 
 FILE = "inspection.json"
 _VERSION = 1
-_IMAGES = 32  # of which θ and ‖x‖ are counted; more costs a wide network on a CPU many seconds, and moves no curve
-_ATTACKED = 16  # of which adversarial examples are made
+_IMAGES = 32  # for the distributions of θ and ‖x‖; more take a wide network many seconds on a CPU, and change no curve
+_ATTACKED = 16  # for adversarial examples
 _POINTS = 1000  # features, where a plane shows them
 _EPS_GRAY = 0.1  # for gray images, drawn in black and white, a change of 8/255 says little
 

@@ -119,7 +119,7 @@ def _of_torchvision(name: str, classes: int, channels: int, pretrained: bool) ->
             "torchvision.models.list_models() has their names"
         )
     if channels not in (1, 3):
-        raise ValueError(f"torchvision:{name} takes images in grey or in color; these have {channels} channels")
+        raise ValueError(f"torchvision:{name} takes images in gray or in color; these have {channels} channels")
     with _named(f"torchvision:{name}", pretrained):
         net = models.get_model(name, num_classes=classes)
         if pretrained:

@@ -85,7 +85,7 @@ class ResNet(nn.Module):
 
 
 def gaussian_in_units_(model: ResNet) -> ResNet:
-    """Draw the model's convolutions and classifier anew, and return it.
+    """Draw new weights for the model's convolutions and classifier, and return it.
 
     Gaussian with deviation 0.01 inside units, Xavier's elsewhere.
     """

@@ -22,7 +22,7 @@ Radius = float | Tensor | None
 
 
 class _Convolution(Protocol):
-    """The signature of `decoupled_conv1d`, `2d` and `3d`, for type checkers, which cannot see into `_convolution`."""
+    """The signature of `decoupled_conv1d`, `2d` and `3d` for type checkers, which cannot infer it."""
 
     def __call__(
         self,

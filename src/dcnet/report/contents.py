@@ -1,4 +1,4 @@
-"""What the page says of each run, and of all together; nothing about how it looks."""
+"""The contents of the page for each run and for all together, without their layout."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -42,7 +42,7 @@ class Shown:
         return {name: value for name, value in _fields(self.run.recipe).items() if value != usual[name]}
 
     def headline(self, eps: float | None) -> Headline | None:
-        """Return the figure for its robustness at that ε, in units of 1/255; None where it was not attacked with it."""
+        """Return the figure for its robustness at that ε, in units of 1/255; None if it was not attacked with it."""
         return headline(self.records, eps)
 
     @property
@@ -56,10 +56,10 @@ class Shown:
         return {eps: found for eps in self.sizes if (found := check_up_at(self.records, eps)) is not None}
 
     def doubted(self, record: Record, entry: dict[str, Any]) -> str | None:
-        """Return why an accuracy in a record is not to be believed, after the check-up at its ε.
+        """Return why the check-up at its ε casts doubt on an accuracy in a record; None if it does not.
 
-        Not of images made on another network, which owe nothing to this one's gradients; and that there are stronger
-        attacks is said of the lowest figure of a record, as it is no news of the others.
+        Images made on another network are not doubted, since they do not depend on this one's gradients. That stronger
+        attacks exist is only said of the lowest accuracy of a record, since for the others it is obvious.
         """
         check_up = self.check_ups.get(eps_of(record) or -1.0)
         if record["transfer"] or check_up is None or "accuracy" not in entry:

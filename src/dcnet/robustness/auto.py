@@ -18,14 +18,14 @@ def auto(
 ) -> Tensor:
     """Return adversarial images made by the standard version of AutoAttack.
 
-    APGD with two losses, FAB and Square, each on the survivors of the one before. The package pyautoattack must be
-    installed.
+    It runs APGD with two losses, FAB and Square, each on the survivors of the one before. The package pyautoattack must
+    be installed.
 
     Args:
         model: from images in [0, 1] to logits, in evaluation mode.
         images: (N, C, H, W) in [0, 1].
         labels: their classes (N,).
-        eps: the size of the largest change, in `norm`.
+        eps: the largest size of a change, in `norm`.
         norm: "linf" or "l2".
         batch: images at once.
         seed: of random starts.
@@ -41,7 +41,7 @@ def auto(
     attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
     found: Tensor
     with torch.enable_grad():
-        # A layer's first call prepares its backward pass, which AutoAttack takes for a defense that uses gradients
+        # A layer's first call prepares its backward pass, which AutoAttack would mistake for a defense with gradients
         model(images[:batch])
         found, _ = attack.run_standard_evaluation(images, labels, batch_size=batch)
     with torch.no_grad():

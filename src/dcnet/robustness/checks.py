@@ -1,4 +1,4 @@
-"""What an attack needs to be given, and whether it has been."""
+"""Checks of what an attack is given."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def check_eps(eps: float, norm: str = "linf") -> float:
-    """Return ε as a number; raise unless it is finite, not negative, and in ℓ∞ at most 1, the range of a pixel."""
+    """Return ε as a float; raise unless it is finite, not negative, and in ℓ∞ at most 1, the range of a pixel."""
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0.0:
         raise ValueError(
             f"eps must be a finite number ≥ 0, in units where images go from 0 to 1 (8/255 = 0.0314), got {eps!r}"
@@ -39,7 +39,7 @@ def check_images(images: Tensor, labels: Tensor) -> None:
 
 
 def check_evaluating(model: nn.Module) -> None:
-    """Raise where a part of the model is in training mode: statistics would mix the images, and move."""
+    """Raise if a part of the model is in training mode: statistics would mix the images, and change."""
     training = [name or "(the model itself)" for name, module in model.named_modules() if module.training]
     if training:
         more = f" and {len(training) - 1} more parts" if len(training) > 1 else ""
@@ -47,9 +47,9 @@ def check_evaluating(model: nn.Module) -> None:
 
 
 def check_finite(model: nn.Module, values: Tensor, where: str, what: str = "logits") -> Tensor:
-    """Return the values (N, …) of a model; raise where one is NaN or infinite, which argmax would take for an answer.
+    """Return the values (N, …) of a model; raise if one is NaN or infinite, which argmax would accept silently.
 
-    where: the images they belong to, in words. what: what they are.
+    where: the images they belong to, in words. what: what the values are.
     """
     finite = values.flatten(1).isfinite().all(1)
     if not bool(finite.all()):

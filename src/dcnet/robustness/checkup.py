@@ -1,7 +1,7 @@
 """The check-up beside every robustness figure: can it be believed, or do the gradients mislead the attacks?
 
-After Athalye et al. (2018) and Carlini et al. (2019): an attack that fails says something about the model only if
-stronger attacks, and blind ones, fail too.
+After Athalye et al. (2018) and Carlini et al. (2019): a failed attack only says something about the model if stronger
+attacks, and attacks without gradients, fail too.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from dcnet.robustness.gradient_attacks import EPS, pgd
 from dcnet.robustness.losses import cross_entropy, finite_slope
 from dcnet.robustness.square import square
 
-# In percent of the images, what is taken for chance:
-STRONGER = 5.0  # that more steps, restarts and another loss find more
+# How much each test tolerates, in percent of the images:
+STRONGER = 5.0  # fooled only by more steps, restarts and another loss
 STRONGER_TEST = "stronger attack"
-BLIND = 3.0  # that an attack without gradients finds what one with gradients does not
-ONE_STEP = 10.0  # that one step leaves, and several do not: from there on the verdict mentions it
-LEFT = 2.0  # that is still right where ε allows any image
-ZERO = 5.0  # whose gradient is exactly zero
+BLIND = 3.0  # fooled only by an attack without gradients
+ONE_STEP = 10.0  # fooled by several steps, but not by one; the verdict mentions more than that
+LEFT = 2.0  # still right although ε allows any image
+ZERO = 5.0  # with a gradient of exactly zero
 
 
 def check_up(

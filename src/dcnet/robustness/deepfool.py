@@ -1,4 +1,4 @@
-"""DeepFool: the way to the nearest decision boundary, step by step (Moosavi-Dezfooli et al., 2016)."""
+"""DeepFool: steps to the nearest decision boundary (Moosavi-Dezfooli et al., 2016)."""
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +76,9 @@ def deepfool(
 
 
 def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for the other candidates, how far each logit is below the label's, and the slope of that.
+    """Return each other candidate's logit minus the label's, (N, candidates − 1), and the slopes of these differences.
 
-    Shapes: (N, candidates − 1) and (N, candidates − 1, …).
+    The slopes are (N, candidates − 1, …).
     """
     chosen = logits.gather(1, classes)
     gradients = []
@@ -94,9 +94,9 @@ def _boundaries(logits: Tensor, x: Tensor, classes: Tensor) -> tuple[Tensor, Ten
 
 
 def _nearest(differences: Tensor, slopes: Tensor, norm: str) -> Tensor:
-    """Return the shortest step that, were the logits linear, reaches another class: (N, …)."""
+    """Return the shortest step to another class if the logits were linear: (N, …)."""
     flat = slopes.flatten(2)
-    # in units of the largest slope, so that squares are numbers whatever the scale of the logits is
+    # in units of the largest slope, so that squares neither overflow nor vanish at any scale of the logits
     largest = flat.abs().amax(2)
     flat = flat / torch.where(largest > 0.0, largest, 1.0).unsqueeze(2)
     dual = flat.norm(dim=2) if norm == "l2" else flat.abs().sum(2)  # at least 1 where there is a slope

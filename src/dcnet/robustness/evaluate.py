@@ -1,4 +1,4 @@
-"""Attacks by name, one after the other, on any model; what comes out is a plain dict, as JSON holds it."""
+"""Attacks by name, one after the other, on any model. The result is a plain dict for JSON."""
 
 import inspect
 import time
@@ -37,7 +37,7 @@ class Attack:
 
     Attributes:
         name: one of `dcnet.robustness.ATTACKS`.
-        parameters: by the names that the attack itself has for them.
+        parameters: by the long names, those of the attack's function.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Attack:
 
     @property
     def norm(self) -> str | None:
-        """That of ε: "linf" or "l2"; None where the attack has no ε."""
+        """The norm of ε: "linf" or "l2"; None if the attack has no ε."""
         return None if self.name == "deepfool" else self.parameters.get("norm", "linf")
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class Attack:
 
 
 def as_typed(recorded: str) -> str:
-    """Return the name of an attack as one types it, with the short names of parameters; records have the long ones."""
+    """Return an attack as users type it, with the short names of parameters; records have the long ones."""
     name, *settings = recorded.split(":")
     pairs = (setting.partition("=") for setting in settings)
     return ":".join([name, *(f"{_LONG.get(key, key)}{equals}{value}" for key, equals, value in pairs)])
 
 
 def parse_attack(text: str) -> Attack:
-    """Return the attack that "pgd:steps=50:restarts=5" names; raise where there is no such attack or parameter.
+    """Return the attack of a text such as "pgd:steps=50:restarts=5"; raise if there is no such attack or parameter.
 
     Args:
         text: a name of `dcnet.robustness.ATTACKS`, then parameters, each after a colon.
@@ -88,7 +88,7 @@ def parse_attack(text: str) -> Attack:
 
 
 def shared_norm(attacks: Sequence[Attack]) -> str:
-    """Return the norm that ε is of: ℓ2 where no attack has it in ℓ∞."""
+    """Return the norm of ε for these attacks: ℓ2 if no attack takes it in ℓ∞."""
     return (
         "linf" if "linf" in {attack.norm for attack in attacks} or not any(attack.norm for attack in attacks) else "l2"
     )
@@ -118,7 +118,7 @@ def _parsed(text: str, key: str, value: str, default: Any) -> Any:
 def run_attack(
     model: nn.Module, images: Tensor, labels: Tensor, attack: Attack, eps: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Return adversarial images, and the sizes of the perturbations where the attack is about those."""
+    """Return adversarial images, and the sizes of the perturbations if the attack searches for small ones."""
     function = ATTACKS[attack.name]
     takes = inspect.signature(function).parameters
     given = {"eps": eps} if "eps" in takes else {}
@@ -150,12 +150,12 @@ def evaluate(
         attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5".
         eps: the largest change of a pixel (or the largest ℓ2 norm, for attacks with norm=l2).
         batch: images at once.
-        cumulative: each attack sees only what survived those before it, and the accuracy is that under all of them so
-            far; otherwise each sees every image that is classified right.
-        source: another model the adversarial images are made on (a transfer attack).
-        predicted: attack what the model predicts instead of the true labels, as older work often does. Unless
-            `cumulative`, all images are attacked: one that it gets wrong may be driven to its true class, so
-            accuracies come out higher.
+        cumulative: each attack only sees images that survived those before it, and the accuracy is that under all
+            attacks so far; otherwise each attack sees every image that is classified right.
+        source: another model, on which the adversarial images are made (a transfer attack).
+        predicted: attack the predicted labels instead of the true ones, as older work often does. Unless `cumulative`,
+            all images are attacked: one that the model gets wrong may be moved to its true class, so accuracies are
+            higher.
         seed: of random starts.
         progress: called with an attack's name, how many images it has done, and how many there are.
 
@@ -188,7 +188,7 @@ def evaluate(
     for attack in chosen:
         begun = time.perf_counter()
         generator = torch.Generator(images.device).manual_seed(seed)
-        # sizes of perturbations are wanted of all images: those that survive are the ones that need large ones
+        # DeepFool attacks all images: only the hard ones, which need large perturbations, survive other attacks
         all_of_them = torch.ones_like(right) if predicted else right
         seen = (survivors if cumulative and attack.name != "deepfool" else all_of_them).nonzero().squeeze(1)
         sizes, held = [], torch.zeros_like(right)
@@ -217,7 +217,7 @@ def evaluate(
 
 
 def _parts(indices: Tensor, batch: int) -> Iterator[tuple[int, Tensor]]:
-    """Return the indices in batches, with how many there are so far."""
+    """Yield the indices in batches, with how many there are so far."""
     for start in range(0, len(indices), batch):
         part = indices[start : start + batch]
         yield start + len(part), part

@@ -144,13 +144,13 @@ def _direction(gradient: Tensor, norm: str) -> Tensor:
 
 
 def within(found: Tensor, images: Tensor, eps: float, norm: str) -> Tensor:
-    """Return the point brought back into the ball around the image, and into [0, 1]."""
+    """Return the point, projected into the ball around the image and into [0, 1]."""
     if norm == "linf":
         found = torch.maximum(torch.minimum(found, images + eps), images - eps)
     else:
         change = found - images
         length = lengths(change)
-        # a little inside, so that rounding does not lead out again
+        # slightly inside, so that rounding does not lead outside again
         found = images + change * torch.where(length > eps, eps * (1.0 - 1e-6) / length.clamp_min(1e-30), 1.0)
     return found.clamp(0.0, 1.0).detach()
 

@@ -1,4 +1,4 @@
-"""What an attack raises, and its slope in the images."""
+"""The losses that attacks increase, and their gradients in the images."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the largest other logit minus the label's (N,); above 0 the image is misclassified.
 
-    It has a slope where the softmax is saturated.
+    It has a gradient even where the softmax is saturated.
     """
     logits = logits.float()
     own = logits.gather(1, labels[:, None])
@@ -54,7 +54,7 @@ def slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple
 
 
 def finite_slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Return what `slope` does; raise where either is not finite. It waits for the device, which training does not."""
+    """Return what `slope` does; raise if either is not finite. Unlike `slope`, it waits for the device."""
     gradient, logits = slope(model, images, labels, loss)
     check_finite(model, logits, "under attack")
     check_finite(model, gradient, "under attack", "gradients in the images")
@@ -62,7 +62,7 @@ def finite_slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -
 
 
 def aims(labels: Tensor, target: Tensor | None) -> tuple[Tensor, float]:
-    """Return the labels a loss is taken of, and the sign of its change: away from them, or toward a target."""
+    """Return the labels for the loss, and 1 to increase it (away from them) or −1 to decrease it (toward a target)."""
     if target is None:
         return labels, 1.0
     if target.shape != labels.shape or target.is_floating_point():

@@ -1,6 +1,6 @@
-"""What `attacks.json` of a run folder holds: a record for each call of `dcnet attack`.
+"""The records in `attacks.json` of a run folder, one for each call of `dcnet attack`.
 
-It says which records are comparable, and which one stands for the run.
+This module decides which records are comparable, and which one stands for the run.
 """
 
 import math
@@ -20,9 +20,9 @@ def eps_of(record: Record) -> float | None:
 
 
 def conditions(record: Record) -> tuple[Any, ...]:
-    """Return what the figures of two records must share to be comparable, besides the attack.
+    """Return what two records must have in common, besides the attack, for their figures to be comparable.
 
-    ε, images, labels, source, arithmetic, statistics.
+    This is ε, images, labels, source, arithmetic and statistics.
     """
     source = record.get("from") if record["transfer"] else None
     return (
@@ -51,9 +51,9 @@ def in_words(record: Record) -> str:
 
 
 def replaced(records: Sequence[Record], new: Record) -> list[Record]:
-    """Return the records with the new one in place of those of the same attack under the same conditions.
+    """Return the records with the new one instead of those of the same attacks under the same conditions.
 
-    Other attacks of an older record stay. A check-up stays too, with the new record, unless that has one of its own.
+    Other attacks of an older record stay. Its check-up moves to the new record, unless that has its own.
     """
     again = {entry["attack"] for entry in new["attacks"]}
     kept = []
@@ -84,7 +84,7 @@ def _own(records: Iterable[Record]) -> list[Record]:
 def common_eps(runs: Iterable[Sequence[Record]]) -> float | None:
     """Return the ε, in units of 1/255, that most of these runs were attacked with.
 
-    Of several, the one with most images, then the last.
+    Among equals, choose the one with the most images, then the last one.
     """
     counts: dict[float, tuple[int, int, int]] = {}
     for records in runs:
@@ -107,9 +107,9 @@ def check_up_at(records: Iterable[Record], eps: float | None) -> dict[str, Any] 
 
 
 def check_ups_of(runs: Mapping[str, Sequence[Record]]) -> tuple[float | None, dict[str, dict[str, Any]]]:
-    """Return the ε, in units of 1/255, of which most runs have a check-up, and those check-ups.
+    """Return the ε, in units of 1/255, at which most runs have a check-up, and those check-ups.
 
-    Of several, that of the table, then the greatest.
+    Among equals, choose `common_eps`, then the largest one.
     """
     sizes = {
         name: {eps_of(record["check-up"]) for record in records if "check-up" in record}
@@ -125,20 +125,17 @@ def check_ups_of(runs: Mapping[str, Sequence[Record]]) -> tuple[float | None, di
 
 
 def doubt(accuracy: float, check_up: dict[str, Any] | None) -> str | None:
-    """Return why an accuracy under attack, in percent, is not to be believed, after the check-up at its ε.
-
-    None where nothing speaks against it.
-    """
+    """Return why the check-up at its ε casts doubt on an accuracy under attack, in percent; None if it does not."""
     if check_up is None:
         return "no check-up was made at this ε"
-    # that a stronger attack finds more speaks against figures of weaker ones, not against those that are as low
+    # a stronger attack that finds more only casts doubt on figures that are higher; that is compared below
     if failed := [test["test"] for test in check_up["tests"] if not test["passed"] and test["test"] != STRONGER_TEST]:
         return f"the check-up fails ({', '.join(failed)})"
     stronger, count = (
         min(check_up[name] for name in ("pgd", "pgd, stronger", "square") if name in check_up),
         check_up["images"],
     )
-    share = (stronger / 100.0 * count + 1.0) / (count + 2.0)  # not 0 or 1, which would have no chance at all
+    share = (stronger / 100.0 * count + 1.0) / (count + 2.0)  # not 0 or 1, which would give a standard error of 0
     chance = 200.0 * math.sqrt(share * (1.0 - share) / count)  # two standard errors, in percent
     if accuracy - stronger > STRONGER + chance:
         return f"stronger attacks leave {stronger:.1f}% of the {count} images of the check-up"
@@ -147,9 +144,9 @@ def doubt(accuracy: float, check_up: dict[str, Any] | None) -> str | None:
 
 @dataclass(frozen=True)
 class Headline:
-    """The figure that stands for a run, and what the check-up at that ε says of it.
+    """The figure that stands for a run, and what the check-up at that ε says about it.
 
-    It is what the strongest attack of one set-up has left.
+    It is the accuracy that the strongest attack of one set-up leaves.
     """
 
     accuracy: float
@@ -160,19 +157,19 @@ class Headline:
 
     @property
     def doubt(self) -> str | None:
-        """Why it is not to be believed; None where nothing speaks against it."""
+        """Why it may be wrong; None if there is no such reason."""
         return doubt(self.accuracy, self.check_up)
 
 
 def headline(records: Sequence[Record], eps: float | None) -> Headline | None:
-    """Return the lowest accuracy at that ε (in units of 1/255); None without any.
+    """Return the lowest accuracy at that ε (in units of 1/255); None if there is none.
 
-    Of attacks on the run itself with true labels, on the most images.
+    Only attacks on the run itself with true labels count, and of these the ones on the most images.
     """
     own = [record for record in _own(records) if eps_of(record) == eps]
     if not own:
         return None
-    # bf16 weakens attacks: only where there is nothing else
+    # bf16 weakens attacks, so its records only count if there are no others
     images, exact = max((record.get("images", 0), not record.get("bf16")) for record in own)
     own = [record for record in own if (record.get("images", 0), not record.get("bf16")) == (images, exact)]
     accuracy, attack = min(
@@ -183,9 +180,9 @@ def headline(records: Sequence[Record], eps: float | None) -> Headline | None:
 
 
 def _named(record: Record) -> list[tuple[str, Record]]:
-    """Return the accuracies of a record, each with the attacks that have left it.
+    """Return the accuracies of a record, each with the name of its attack.
 
-    That is all so far, where each attack saw only the survivors of the one before.
+    If each attack only saw the survivors of the one before, the name has all attacks so far.
     """
     found: list[tuple[str, Record]] = []
     names: list[str] = []

@@ -1,6 +1,6 @@
-"""The Square attack (Andriushchenko et al., 2020), for ℓ∞: random squares, kept where they raise the margin.
+"""The Square attack (Andriushchenko et al., 2020), for ℓ∞: random squares, kept if they raise the margin.
 
-It sees nothing but logits.
+It only uses logits.
 """
 
 import math
@@ -12,7 +12,7 @@ from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS, within
 from dcnet.robustness.losses import margin
 
-# after which of 10,000 queries the share of changed pixels is halved
+# the share of changed pixels is halved after each of these queries, of 10,000
 _HALVED = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 
 
@@ -54,7 +54,7 @@ def square(
     best = within(images + eps * signs(len(images), channels, 1, width), images, eps, "linf")  # vertical stripes
     highest = margins(best, labels)
     already = margins(images, labels)
-    better = already > highest  # the image itself, if it is misclassified and stripes would help it
+    better = already > highest  # the image itself, if it is further on the wrong side than with stripes
     best[better], highest[better] = images[better], already[better]
     for query in range(1, queries):
         active = (highest <= 0.0).nonzero().squeeze(1)

@@ -10,7 +10,7 @@ from dcnet.tables.table import Cell, Number, Setup, Table
 WHITE = Setup("white box", "fgsm,bim,pgd:steps=50:restarts=5")
 AUTO = Setup("AutoAttack", "auto:batch=5000")
 PREDICTED = Setup("predicted labels", "fgsm,bim", predicted=True)
-# what comes closest to attacks of the time: labels as predicted, statistics as in training
+# closest to the attacks of the paper's time: predicted labels, statistics as in training
 OF_THE_BATCH = Setup("predicted labels and E of the batch", "fgsm,bim", predicted=True, statistics="batch")
 
 _OPERATORS = {"Baseline": None, "SphereConv": "sphere", "BallConv": "ball", "TanhConv": "tanh", "SegConv": "seg"}
@@ -45,7 +45,7 @@ _NAMES = {"none": "no attack", "fgsm": "FGSM", "bim": "BIM", "pgd": "PGD-50×5",
 def _cells(training: str, setup: Setup | None, numbers: Numbers, words: str = "") -> list[Cell]:
     """Return the rows of one way of training and one set-up."""
     attacks = ["none"] if setup is None else [attack.split(":")[0] for attack in setup.attacks.split(",")]
-    # TRADES is slow: only what the question is about
+    # TRADES is slow, so only the most interesting operators
     columns = ["Baseline", "SphereConv", "TanhConv", "SegConv"] if training == "TRADES-trained" else list(_PAPER)
     cells = []
     for attack in attacks:

@@ -1,4 +1,4 @@
-"""The ledger: one JSON line for every cell that was trained, to its end or until its loss was not finite."""
+"""The ledger: one JSON line for every cell that was trained, to its end or until its loss was no longer finite."""
 
 import json
 import os
@@ -9,19 +9,20 @@ from typing import Any
 
 from dcnet.training import Recipe, Run, recorded
 
-# How a recipe is computed, not what: cells that differ only in these are the same cell. Precision is not among them.
+# Fields for how a recipe is computed, not for what: recipes that differ only in these fill the same cell. Precision is
+# not one of them.
 _COMPUTED = ("channels_last", "graphs", "compile", "deterministic", "evaluate_every", "save_every")
 _FROM_RESULT = ("seconds", "device", "devices", "torch", "triton", "python", "dcnet", "commit")
 
 
 def kind_of(recipe: Recipe) -> tuple[Any, ...]:
-    """Return what says which cell a recipe fills, of any seed, whatever its data and precision."""
+    """Return the key of the cell that a recipe fills, without data, precision and seed."""
     apart = (*_COMPUTED, "data", "precision", "seed")
     return tuple(getattr(recipe, field.name) for field in fields(recipe) if field.name not in apart)
 
 
 def cell_of(recipe: Recipe) -> tuple[Any, ...]:
-    """Return what recipes have in common that fill the same cell with the same seed."""
+    """Return the key of the cell that a recipe fills, with data, precision and seed."""
     return kind_of(recipe), recipe.data, recipe.precision, recipe.seed
 
 
@@ -39,7 +40,7 @@ class Entry:
         return self.record.get("setup")
 
     def number(self, measure: str, attack: str | None = None) -> float:
-        """Return what a cell shows: of training by that measure, or the accuracy under that attack."""
+        """Return the number of a cell: that measure of a training, or the accuracy under that attack."""
         if attack is not None:
             return float(self.record["attacks"][attack])
         return float(100.0 - self.record["error"] if measure == "accuracy" else self.record[measure])
@@ -53,12 +54,12 @@ class Entry:
 
     @property
     def gpu_seconds(self) -> float:
-        """What the cell cost: its seconds, divided among the cells that ran beside it."""
+        """The cost of the cell: its seconds, divided by the number of cells that ran at once."""
         return float(self.record["seconds"] / self.record.get("jobs", 1))
 
 
 class Ledger:
-    """The entries of a file, which are only ever added to."""
+    """The entries of a file, to which lines are only added."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,11 +86,11 @@ class Ledger:
         )
 
     def add(self, cell: str, run: Run, jobs: int) -> Entry:
-        """Add what a finished, or diverged, run has found."""
+        """Add the result of a run that is finished or has diverged."""
         return self._append(cell, run, _findings(run) | {"jobs": jobs})
 
     def add_attack(self, cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
-        """Add what attacks on a run have found."""
+        """Add the result of attacks on a run."""
         attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
         record = {
             "setup": setup,
@@ -127,9 +128,9 @@ class Ledger:
 
 
 def keep_record(run: Run, into: Path) -> None:
-    """Copy what a run says about itself, without checkpoint and logs, into a folder of the same name.
+    """Copy the records of a run, without checkpoint and logs, into a folder of the same name.
 
-    Of learned radii, only the last.
+    Of the learned radii, only the last ones are kept.
     """
     folder = into / run.folder.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,14 +145,14 @@ def keep_record(run: Run, into: Path) -> None:
 
 
 def _end_last_line(path: Path) -> None:
-    """Remove what a kill has left of a line, so that the next one stands by itself."""
+    """Remove an incomplete last line, left by a killed process, so that the next line is separate."""
     if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(text.rfind(b"\n") + 1)
 
 
 def _findings(run: Run) -> dict[str, Any]:
-    """Return the error of the last epoch, or the epoch of the divergence, with where and how it came about."""
+    """Return the error of the last epoch, or the epoch of the divergence, with the provenance."""
     result, divergence = run.result, run.divergence
     if result is not None:
         found = {

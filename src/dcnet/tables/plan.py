@@ -1,4 +1,4 @@
-"""What is to be done for a table: networks to train, then attacks on them, and what each will cost."""
+"""The tasks of a table: networks to train, then attacks on them, and what each will cost."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from dcnet.training import Recipe, Run
 
 @dataclass(frozen=True)
 class Task:
-    """A network to train in a run folder; or, with a set-up, attacks on the network that is there."""
+    """A network to train in a run folder; or, with a set-up, attacks on the network in the folder."""
 
     title: str
     recipe: Recipe
     folder: Path
     paper: Any = field(default=None, compare=False)
-    measure: str = field(default="error", compare=False)  # what the table has of it
+    measure: str = field(default="error", compare=False)  # which number of it the table shows
     setup: Setup | None = None
     source: Path | None = None  # the run folder of the network that adversarial images are made on
-    images: int | None = None  # that are attacked; None for all of them
+    images: int | None = None  # how many to attack; None for all
 
     @property
     def ended(self) -> Run | None:
-        """The run, if it is finished or has diverged, or has been attacked."""
+        """The run, if the task is done: the run is finished, has diverged, or has been attacked; else None."""
         if self.setup is not None:
             return Run(self.folder) if self.found is not None else None
         ends = [name for name in ("result.json", "diverged.json") if (self.folder / name).is_file()]
@@ -33,7 +33,7 @@ class Task:
 
     @property
     def found(self) -> dict[str, Any] | None:
-        """What the set-up's attacks have found."""
+        """The record of the set-up's attacks, or None."""
         if self.setup is None or not (self.folder / "attacks.json").is_file():
             return None
         return next(
@@ -42,7 +42,7 @@ class Task:
 
     @property
     def ready(self) -> bool:
-        """Whether what it needs is there: for attacks, trained networks."""
+        """Whether it can start: attacks need trained networks."""
         needed = (
             [folder for folder in (self.folder, self.source) if folder is not None] if self.setup is not None else []
         )
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass
 class Plan:
-    """What there is of a table under one schedule: entries of the cells that are done, and tasks for the others."""
+    """The state of a table under one schedule: entries of the cells that are done, and tasks for the others."""
 
     table: Table
     done: list[tuple[Cell, Entry]] = field(default_factory=list)
@@ -67,16 +67,16 @@ def plan(
     matches: list[str] | None = None,
     **settings: Any,
 ) -> Plan:
-    """Return which cells are done and which are to be trained or attacked, seed by seed.
+    """Return which cells are done and which have to be trained or attacked, seed by seed.
 
-    matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises where one
-    finds nothing. settings: recipe fields of all cells.
+    matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises if one of
+    them finds nothing. settings: recipe fields of all cells.
     """
     found = Plan(table)
     folders: dict[tuple[Any, ...], Path] = {}
 
     def network(recipe: Recipe, name: str, paper: Any, needs_weights: bool) -> Path:
-        """Return the run folder of a network; add the training of it where it is missing."""
+        """Return the run folder of a network; add a task to train it if it is missing."""
         known = cell_of(recipe)
         if known not in folders:
             how = f"{recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
@@ -113,7 +113,7 @@ def plan(
 
 
 def in_order(tasks: Iterable[Task]) -> list[Task]:
-    """Return each task once, networks before attacks; the order is otherwise kept."""
+    """Return each task once, networks before attacks, otherwise in the same order."""
     return sorted(dict.fromkeys(tasks), key=lambda task: task.setup is not None)
 
 
@@ -126,7 +126,7 @@ def _matching(table: Table, matches: list[str] | None) -> list[Cell]:
 
 
 def check_matches(tables: Sequence[Table], matches: list[str] | None) -> None:
-    """Raise where a match finds no cell in any of the tables."""
+    """Raise if a match finds no cell in any of the tables."""
     for match in matches or []:
         if not any(_matching(table, [match]) for table in tables):
             which = (
@@ -143,9 +143,9 @@ def _slug(title: str) -> str:
 
 
 def costs(plans: list[Plan], ledger: Ledger) -> dict[str, float | None]:
-    """Return by title what each missing task will cost in seconds of a device; None if unknown.
+    """Return by title how many seconds of a device each missing task will take, None if unknown.
 
-    Judged by finished tasks of the same network.
+    This is estimated from finished tasks of the same network.
     """
     found: dict[str, float | None] = {}
     for task in (task for one in plans for task in one.missing):

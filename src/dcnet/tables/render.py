@@ -12,7 +12,7 @@ from dcnet.tables.table import MEASURES, NOT_CONVERGED, SCHEDULES, Cell, Number,
 
 @dataclass(frozen=True)
 class Shown:
-    """A cell with what was measured: a number for each seed, of those that converged."""
+    """A cell with its measured numbers, one for each seed that converged."""
 
     cell: Cell
     numbers: tuple[float, ...]
@@ -20,7 +20,7 @@ class Shown:
 
     @property
     def ours(self) -> str:
-        """In words: mean ± deviation and the number of seeds; N/C where none converged; empty where none ran."""
+        """As text: mean ± deviation and the number of seeds; N/C if none converged; empty if none ran."""
         if not self.numbers:
             return NOT_CONVERGED if self.diverged else ""
         text = f"{mean(self.numbers):.2f}"
@@ -35,14 +35,14 @@ class Shown:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's, in points."""
+        """Our number minus the paper's, in points."""
         paper: Number = self.cell.paper
         return mean(self.numbers) - paper if self.numbers and isinstance(paper, float | int) else None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all numbers of one rendered table share."""
+    """What all numbers of one rendered table have in common."""
 
     schedule: str
     data: str
@@ -51,13 +51,13 @@ class Setting:
 
 
 def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
-    """Return the measured cells of a table by what they must not be mixed across: schedule, data set and precision."""
+    """Return the measured cells of a table, separately for each schedule, data set and precision."""
     settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
     latest: dict[object, Entry] = {(*cell_of(entry.recipe), entry.setup): entry for entry in ledger.entries}
     found: dict[Setting, dict[str, Shown]] = {}
     wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in latest.values())
     seeds = sorted({entry.recipe.seed for entry in latest.values()})
-    own_length = {"steps", "epochs"} & set(settings)  # then every schedule is as long
+    own_length = {"steps", "epochs"} & set(settings)  # then all schedules have the same length
     for schedule in ("",) if own_length else SCHEDULES:
         recipes = {cell: table.recipe(cell, schedule or "paper", **settings) for cell in table.cells}
         for data, precision in wheres:
@@ -78,7 +78,7 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
 
 
 def _about(table: Table, setting: Setting) -> str:
-    share = SCHEDULES.get(setting.schedule, 0.0)  # a length of its own is among the other settings
+    share = SCHEDULES.get(setting.schedule, 0.0)  # 0: the length is one of the other settings
     whole = "the paper's schedule" if table.base.startswith("paper") else f"the schedule of {table.base}"
     length = whole if share == 1.0 else f"{share:g} of {whole}" if share else "a schedule of its own"
     words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch. "
@@ -145,7 +145,7 @@ def _color(difference: float | None, higher_is_better: bool) -> str:
 
 
 def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
-    """Return all that was measured as one HTML page."""
+    """Return everything that was measured as one HTML page."""
     parts = []
     for table in tables:
         for setting, shown in settings_of(table, ledger, settings).items():

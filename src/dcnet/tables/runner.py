@@ -1,6 +1,6 @@
-"""Fill tables: train and attack what is missing, several at once, within a budget of time.
+"""Fill tables: train and attack what is missing, several at once, within a limited time.
 
-What does not end in time goes on at the next call.
+The next call continues what did not end in time.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from dcnet.training import Interrupted, NonFiniteLoss, find_data, joined, open_r
 from dcnet.training.interruption import Interruption
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
-_WORTH_STARTING = 20.0  # seconds below which a cell would do nothing but start
+_WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
 
 
 class Runner:
     """Does tasks. say: prints a line. options: `data_root`, `download`, `device` of `train`.
 
-    weights, records: folders for what is kept of finished cells besides their run folders.
+    weights, records: folders for copies of the weights and records of finished cells.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Runner:
                     stopped = f"running cells stop and go on the next time: {len(running)}"
                     self.say(f"time is up; {stopped}; not begun: {len(waiting)}")
                     break
-                # asked anew: a network that has just ended was not ready above
+                # check again: tasks that need a network that has just ended were not ready above
                 if waiting and not running and not any(task.ready for task in waiting):
                     failed += [task.title for task in waiting]
                     self.say(
@@ -87,14 +87,14 @@ class Runner:
         return failed
 
     def _find_data(self, tasks: list[Task]) -> None:
-        """Raise where data is missing: once, and not in the process of every cell; fetch it here if asked to."""
+        """Raise if data is missing, here instead of in the process of every cell; fetch it if asked to."""
         for name in dict.fromkeys(task.recipe.data for task in tasks if task.ended is None):
             find_data(name, self.options.get("data_root", "data"), bool(self.options.get("download")))
 
     def _expected(self, jobs: int, running: int) -> float:
-        """Return the most that one more cell beside those that run would take.
+        """Return an upper estimate of the seconds for one more cell besides those that are running.
 
-        Cells alone on a device are quicker than among others.
+        A cell that is alone on a device is faster than several at once.
         """
         if not self.seconds:
             return 0.0
@@ -102,7 +102,7 @@ class Runner:
         return min(1.1 * max(self.seconds), alone * (running + 1))
 
     def _ended(self, task: Task, status: int, jobs: int, seconds: float) -> list[str]:
-        """Take what a process has left; return the task's title if it failed."""
+        """Record what an ended process has done; return the task's title if it failed."""
         if task.ended is None:
             self.say(f"{task.title}: failed with exit status {status}: {_last_line(_log(task))}")
             return [task.title]
@@ -122,7 +122,7 @@ class Runner:
                     self.say("time is up")
                     break
                 ended = task.ended is not None
-                ranks.wait()  # all have looked
+                ranks.wait()  # until all have checked
                 with contextlib.suppress(NonFiniteLoss):  # which the run has recorded
                     if not ended:
                         train(task.recipe, task.folder, quiet=True, **self.options)
@@ -146,7 +146,7 @@ class Runner:
             )
 
     def _enter(self, task: Task, jobs: int) -> None:
-        """Write the cell into the ledger, and its weights and records to where they are kept."""
+        """Write the cell into the ledger, and copies of its weights and records into their folders."""
         run = task.ended
         assert run is not None
         if task.setup is not None:
@@ -181,7 +181,7 @@ def _last_line(log: Path) -> str:
 
 @contextlib.contextmanager
 def _stopped_in_the_end(running: dict[Task, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
-    """Ask what still runs at the end to write a checkpoint and stop, and wait until it has."""
+    """At the end, ask the running processes to write a checkpoint and stop, and wait for them."""
     try:
         yield
     finally:

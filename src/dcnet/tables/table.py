@@ -1,4 +1,4 @@
-"""What a table is: rows, columns, and for each cell the recipe that fills it and the paper's number."""
+"""Tables: rows, columns, and for each cell the recipe that fills it and the paper's number."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ Number = (
 )  # in percent; "N/C" where the paper says that the network cannot converge; None where it has no number
 NOT_CONVERGED = "N/C"
 
-# The share of every cell's schedule that is run. Milestones are fractions of a run, so they shrink with it.
+# The share of every cell's schedule that is run. Milestones are fractions of a run, so they are scaled too.
 SCHEDULES = {"paper": 1.0, "short": 0.2, "smoke": 0.0005}
-SMOKE_IMAGES = 32  # that are attacked under the smoke schedule; all of them under the others
+SMOKE_IMAGES = 32  # attacked under the smoke schedule; the others attack all images
 MEASURES = {"error": "test error", "top5_error": "top-5 test error", "accuracy": "accuracy on the test images"}
 
 
@@ -21,7 +21,7 @@ MEASURES = {"error": "test error", "top5_error": "top-5 test error", "accuracy":
 class Setup:
     """How trained networks are attacked: by these attacks, each on all images.
 
-    Images are made on the network itself, or on that of the recipe `source`.
+    Adversarial images are made on the network itself, or on that of the recipe `source`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table: the recipe's fields that are its own, and the paper's number."""
+    """One number of a table: its own recipe fields, and the paper's number."""
 
     row: str
     column: str
@@ -42,7 +42,7 @@ class Cell:
     attack: tuple[Setup, str] | None = (
         None  # the set-up, and which of its attacks; None for the network as it is trained
     )
-    network: str = ""  # the name of what is trained, where several cells share it
+    network: str = ""  # the name of the network, if several cells share it
 
     @property
     def title(self) -> str:
@@ -59,7 +59,7 @@ class Table:
     cells: tuple[Cell, ...]
     measure: str = "error"
     note: str = ""
-    networks: str = ""  # the name that tables of the same networks share, so that each network is trained once
+    networks: str = ""  # a name shared by tables of the same networks, so that each network is trained once
 
     @property
     def rows(self) -> list[str]:
@@ -81,7 +81,7 @@ class Table:
         return None if setup.source is None else change(recipe, **dict(setup.source), seed=recipe.seed + 1)
 
     def recipe(self, cell: Cell, schedule: str = "paper", seed: int = 0, **settings: Any) -> Recipe:
-        """Return what fills a cell. settings: fields for all cells, such as another data set or precision."""
+        """Return the recipe of a cell. settings: fields for all cells, such as another data set or precision."""
         recipe = change(make_recipe(self.base), **cell.fields, seed=seed)
         share = SCHEDULES[schedule]
         length: dict[str, Any] = (
@@ -103,9 +103,9 @@ class Row:
 def grid(
     rows: Iterable[Row], columns: Iterable[Row], numbers: dict[str, tuple[Number, ...]], leave: str = "-"
 ) -> tuple[Cell, ...]:
-    """Return the cells of all rows and columns with the paper's numbers by row.
+    """Return the cells of all rows and columns, with the paper's numbers by row.
 
-    There is no cell where the number is `leave`.
+    If a number is `leave`, there is no such cell.
     """
     columns = list(columns)
     return tuple(

@@ -20,7 +20,7 @@ def main(folder: str, what: str) -> int:
             train(Run(folder).recipe, folder, **wanted["options"])
         else:
             _attack(Run(folder), **wanted["attack"], options=wanted["options"])
-    except (Interrupted, NonFiniteLoss) as ended:  # the folder has what there is to know
+    except (Interrupted, NonFiniteLoss) as ended:  # the run folder has the details
         sys.stdout.write(f"{ended}\n")
         return 0
     except (ValueError, OSError, RuntimeError, ImportError) as error:
@@ -40,7 +40,7 @@ def _attack(run: Run, setup: dict[str, Any], source: str | None, images: int | N
         cumulative=False,
         predicted=setup["predicted"],
         statistics=setup["statistics"],
-        # with E of the batch, the batch is what couples the images: as large as in training
+        # E of the batch couples the images of a batch, so its size is that of training
         batch=run.recipe.batch if setup["statistics"] == "batch" else 5000 if "auto" in setup["attacks"] else 500,
         check_images=min(_CHECKED, images or _CHECKED) if white and "auto" not in setup["attacks"] else 0,
         **options,

@@ -11,13 +11,13 @@ from dcnet.robustness.losses import Loss, cross_entropy, slope
 from dcnet.training.loss import classification_loss
 from dcnet.training.recipe import Recipe
 
-_NEAR = 1e-3  # deviation of the noise TRADES starts from: at the image itself its loss has no slope
+_NEAR = 1e-3  # deviation of the noise that TRADES starts with: at the image itself its loss has no gradient
 
 
 def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe) -> Tensor:
     """Return adversarial images within the recipe's ε, made on the model in evaluation mode.
 
-    So its statistics neither move nor mix the images of a batch.
+    So its statistics do not change, and do not mix the images of a batch.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -42,7 +42,7 @@ def adversarial_images(model: nn.Module, images: Tensor, labels: Tensor, recipe:
 
 
 def seen_in_training(model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe) -> Tensor:
-    """Return what the network sees in a training step: the images, adversarial ones in their place, or both."""
+    """Return what the network sees in a training step: the images, adversarial ones instead, or both."""
     if recipe.adversarial == "none":
         return images
     changed = adversarial_images(model, images, labels, recipe)
@@ -58,7 +58,7 @@ def _climb(
 ) -> Tensor:
     """Take steps along the sign of the gradient.
 
-    They do not look at what they achieve, so that nothing waits for a GPU.
+    They do not check their success, so that nothing waits for a GPU.
     """
     found = start
     for _ in range(steps):
@@ -78,9 +78,9 @@ def _divergence_from(clean: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 def adversarial_loss(
     net: Callable[[Tensor], Tensor], images: Tensor, changed: Tensor, labels: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, summed over the images, and the logits that training accuracy is counted by.
+    """Return the loss, summed over the images, and the logits for the training accuracy.
 
-    Those are of the images themselves, where they are seen.
+    These are of the clean images, if the network sees them.
     """
 
     share = recipe.adversarial_share

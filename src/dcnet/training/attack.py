@@ -22,7 +22,7 @@ STATISTICS = ("running", "batch")
 class _OfTheBatch(nn.Module):
     """A network whose decoupled layers take E{‖x‖} from the batch, as in training.
 
-    The network is not among its submodules, so that the check that refuses networks in training mode does not see it.
+    The network is not a submodule, to hide it from the check that refuses networks in training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,7 +112,7 @@ def attack_run(
 
 
 def _name_beside(run: Run, source: Run | None) -> str | None:
-    """Return what names the source in a record: its folder's name beside the run's, which holds if both are moved."""
+    """Return the source's name in a record: only its folder's name if it is beside the run, so that both can move."""
     if source is None:
         return None
     beside = source.folder.resolve().parent == run.folder.resolve().parent

@@ -1,7 +1,7 @@
-"""The running averages of an evaluation: estimated anew, because those of training lag behind the weights.
+"""The running averages of an evaluation: estimated again, since those of training lag behind the weights.
 
-In the first epochs the lag is large, and it grows from layer to layer: a network that is right on 83 % of the training
-images can be at chance on the test images for no other reason.
+In the first epochs the lag is large, and it grows from layer to layer. Because of it alone, a network that is right on
+83 % of the training images can be at chance on the test images.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from dcnet.training.state import TrainingState
 
 @contextmanager
 def calibrated(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[None]:
-    """Give the evaluated network averages that fit its weights, and afterwards those of training back.
+    """Give the evaluated network averages that fit its weights; restore those of training at the end.
 
     Call it on all ranks.
 
-    The new averages go into the state's next checkpoint beside the old ones, for those who load the network. Weights,
-    optimizer and random numbers are left alone.
+    The next checkpoint gets the new averages beside the old ones, for use when the network is loaded. Weights,
+    optimizer and random states do not change.
     """
     model = state.evaluated
     before = statistics_of(model)
@@ -33,7 +33,7 @@ def calibrated(state: TrainingState, data: "Resident | ImageFolder", per_epoch: 
         return
     with torch.random.fork_rng([state.ranks.device] if state.ranks.device.type == "cuda" else []), state.autocast():
         batches = _batches(state, data, per_epoch)
-        # made before the averages they are made with are gone
+        # adversarial images are made first, while the model still has its averages
         recalibrate_(model, batches if state.recipe.adversarial == "none" else list(batches))
     try:
         average_statistics_(model)
@@ -44,9 +44,9 @@ def calibrated(state: TrainingState, data: "Resident | ImageFolder", per_epoch: 
 
 
 def _batches(state: TrainingState, data: "Resident | ImageFolder", per_epoch: int) -> Iterator[Tensor]:
-    """Yield what this rank's network sees in the last training steps of the epoch.
+    """Yield the inputs of this rank's network in the last training steps of the epoch.
 
-    Parts of batches, adversarial where the recipe says so.
+    These are parts of batches, adversarial if the recipe says so.
     """
     recipe, ranks = state.recipe, state.ranks
     first = max(0, per_epoch - recipe.recalibrate)

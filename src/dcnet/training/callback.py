@@ -10,11 +10,11 @@ Numbers = Callable[[], tuple[float, float]]  # loss and accuracy in percent of t
 
 
 class Callback:
-    """Told about a run while it trains; override the methods you need.
+    """The interface to follow a run while it trains; override the methods you need.
 
     `docs/callbacks.md` has examples.
 
-    Where several processes train together, only the first one calls. What a method raises ends the training.
+    If several processes train together, only the first one calls the methods. If a method raises, training ends.
 
     Examples:
         >>> import dcnet
@@ -27,7 +27,7 @@ class Callback:
     def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
         """Run once before the first step.
 
-        steps: of the whole run. done: those of them done before, in a run that goes on.
+        steps: of the whole run. done: how many of them were done before, if the run is continued.
         """
 
     def step(self, step: int, seconds: float, numbers: Numbers) -> None:
@@ -53,7 +53,7 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several, one after the other."""
+    """Several callbacks, called one after the other."""
 
     def __init__(self, parts: Sequence[Callback]) -> None:
         for part in parts:

@@ -1,4 +1,4 @@
-"""A model card: what a trained network is, what it was trained on, how good it is, and how robust.
+"""A model card: what a trained network is, its training data, how accurate and how robust it is.
 
 It also says how far the measured robustness can be trusted.
 """

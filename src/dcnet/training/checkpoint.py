@@ -1,6 +1,6 @@
 """Checkpoints: tensors and a JSON state in one safetensors file.
 
-Loading one executes nothing, and none is ever half written.
+Loading one executes nothing, and a file is never half written.
 """
 
 import json
@@ -32,7 +32,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Return the state alone, which the file has at its head."""
+    """Return only the state, which is at the start of the file."""
     with _opened(path) as (_, state):
         return state
 
@@ -53,7 +53,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 @contextmanager
 def _named_in_utf8(path: Path) -> Iterator[Path]:
-    """Yield a name of the same file in UTF-8; safetensors opens no other."""
+    """Yield a name of the same file in UTF-8, since safetensors opens no other names."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Where a non-finite loss came from."""
+"""Find the origin of a non-finite loss."""
 
 import copy
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class NonFiniteLoss(ArithmeticError):
-    """Training has stopped at a loss that is not a number, or infinite; `step` and `epoch` say where.
+    """Training has stopped at a loss that is NaN or infinite; `step` and `epoch` say where.
 
     Args:
-        words: what was first not finite.
-        step: counted from 1.
-        epoch: that of the step.
+        words: what was not finite first.
+        step: the step, counted from 1.
+        epoch: the epoch of the step.
     """
 
     def __init__(self, words: str, step: int = 0, epoch: float = 0.0) -> None:
@@ -22,9 +22,9 @@ class NonFiniteLoss(ArithmeticError):
 
 @torch.no_grad()
 def first_non_finite(model: nn.Module, images: Tensor) -> str:
-    """Describe what was first not finite: a parameter, the images, or the output of a layer.
+    """Describe what is not finite first: a parameter, the images, or the output of a layer.
 
-    The model is left as it is.
+    The model is not changed.
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -33,7 +33,7 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
     if odd:
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
         return f"the images of that batch are not finite: number {odd[0] + 1}{more} of {len(images)} (on this device)"
-    model = copy.deepcopy(model)  # whose running averages may move
+    model = copy.deepcopy(model)  # the copy's running averages may change
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
 

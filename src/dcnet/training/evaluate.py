@@ -1,4 +1,4 @@
-"""How well a network classifies: over all ranks, every test image once."""
+"""Evaluate a network on every test image once, over all ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,8 @@ class Evaluation:
 
     Attributes:
         loss: the mean cross-entropy.
-        counts: how many images there are of each class.
-        correct: how many of these were right.
+        counts: the number of images of each class.
+        correct: how many of these were classified right.
         correct5: how many labels were among the five largest logits.
     """
 
@@ -34,7 +34,7 @@ class Evaluation:
 
     @property
     def top5_accuracy(self) -> float:
-        """In percent, where a label among the five largest logits counts as right."""
+        """In percent; a label among the five largest logits counts as right."""
         return 100.0 * self.correct5 / max(1, int(self.counts.sum()))
 
 
@@ -46,7 +46,7 @@ def evaluate(
     autocast: Any,
     order: torch.memory_format = torch.contiguous_format,
 ) -> Evaluation:
-    """Evaluate the model on the test images, in evaluation mode; its mode is restored afterwards."""
+    """Evaluate the model on the test images, in evaluation mode; its mode is restored afterward."""
     batch = 1000 if ranks.device.type == "cuda" else 200  # a CPU's cache is small
     modes = {module: module.training for module in model.modules()}
     model.eval()

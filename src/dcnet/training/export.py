@@ -1,4 +1,4 @@
-"""A trained network taken elsewhere: exported, and checked on test images of the data it was trained on."""
+"""Export a trained network, and check it on test images of its data set."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def export_run(
     Args:
         source: a run folder, a .safetensors file of its weights, or "hub:NAME".
         path: the file to write; by default `model.onnx`, `model.pt2` or `model.safetensors` in the run folder, or a
-            file beside that of the weights; of hub:NAME, NAME.onnx and so on in the current folder.
+            file beside that of the weights; for hub:NAME, NAME.onnx and so on in the current folder.
         to: the format, as in `dcnet.export`.
         half: float16 instead of float32, as in `dcnet.export`.
         dynamic: leave the batch and the size of images free in the file, as far as the network allows.
@@ -68,7 +68,7 @@ def export_run(
 
 
 def _beside(found: Run | TrainedFile, ending: str) -> Path:
-    """Return the file to write where none is named: nothing is written into the hub."""
+    """Return the file to write if none is given. Nothing is written into the hub."""
     if isinstance(found, Run):
         return found.folder / f"model{ending}"
     name = str(found.folder)
@@ -76,7 +76,7 @@ def _beside(found: Run | TrainedFile, ending: str) -> Path:
 
 
 def _test_images(data: str, shape: dict[str, int], root: str | Path) -> tuple[Tensor, str]:
-    """Return a few images as the network takes them, and a note where they are not of its own test set."""
+    """Return a few images for the network, and a note if they are not from its own test set."""
     size = shape["in_channels"], shape["input_size"], shape["input_size"]
     try:
         if data.startswith(FOLDER):

@@ -12,7 +12,7 @@ from dcnet.training.run import OPERATOR, Run
 from dcnet.training.weights import check_operator, find_weights, operator_of, origin_of
 
 FINETUNE: dict[str, Any] = {"epochs": 5.0, "lr": 3e-4, "schedule": "onecycle", "warmup": 0.1, "calibrate": 10}
-# Of a run that is fine-tuned: what its network is, and what it was trained on.
+# Fields that a fine-tuned run takes over: those of its network and its data.
 _OF_THE_RUN = (
     *("data", "image_size", "model", "norm", "activation", "penultimate_activation", "penultimate_norm"),
     *("root_activation", "head", "batch", "augment", "pad", "cutout"),
@@ -22,7 +22,7 @@ _OF_THE_RUN = (
 def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None = None, **fields: Any) -> Recipe:
     """Return the recipe that converts a trained network to an operator, calibrates it, and trains it for some epochs.
 
-    Where the network of a run is decoupled already, it keeps its operator.
+    If the network of a run is decoupled already, it keeps its operator.
 
     Args:
         model: a run folder, a .safetensors file of its weights, "hub:NAME", timm:NAME, torchvision:NAME,
@@ -71,7 +71,7 @@ def finetune_recipe(model: str, weights: str | None = None, base: Recipe | None 
 
 
 def _trained(model: str) -> Run | TrainedFile | None:
-    """Return the trained network of that name; None for one that is yet to be built."""
+    """Return the trained network of that name; None for a network that has to be built."""
     if (Path(model) / "recipe.json").is_file() or is_trained_file(model):
         return open_trained(model)
     if ("/" in model or Path(model).exists()) and ":" not in model:
@@ -80,7 +80,7 @@ def _trained(model: str) -> Run | TrainedFile | None:
 
 
 def _check_weights(model: str, recipe: Recipe) -> None:
-    """Raise where there are no trained weights to start from."""
+    """Raise if there are no trained weights to start from."""
     if recipe.pretrained is None and (model in list_models() or (is_external(model) and not is_own(model))):
         library = ", or library for those that it downloads" if is_external(model) else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The folder that a run gets: its own from before, a new one, or another's to be overwritten; one process at a time."""
+"""The folder of a run: its own from before, a new one, or another run's to overwrite; for one process at a time."""
 
 import hashlib
 import json
@@ -19,14 +19,15 @@ from dcnet.util.files import remove_partial, write_json
 from dcnet.util.lock import InUse, locked
 
 LENGTH = ("epochs", "steps")
-_WRITTEN = ("recipe.json", FORMULAS, "metrics.jsonl", "checkpoint.safetensors", "result.json")  # by who holds the lock
+# files that only the process with the lock writes
+_WRITTEN = ("recipe.json", FORMULAS, "metrics.jsonl", "checkpoint.safetensors", "result.json")
 _OF_THE_RUN = (*_WRITTEN, "diverged.json", "attacks.json", "inspection.json")
 
 
 class Place:
-    """Where a run is trained.
+    """The place where a run is trained.
 
-    recipe: its own, of another length with `extend`. overwrite: start again, whatever run is there.
+    recipe: its recipe, which may have another length with `extend`. overwrite: start again, even if a run is there.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Place:
     def find(self) -> tuple[Path, bool]:
         """Return the folder, and whether its run is finished.
 
-        A run that goes on is locked now, a new one by `enter`.
+        A run to continue is locked now; a new one is locked by `enter`.
         """
         folder = self._folder()
         if folder.exists() and not folder.is_dir():
@@ -55,12 +56,12 @@ class Place:
         return folder, False
 
     def enter(self, folder: Path) -> Path:
-        """Return the folder, made if need be, locked, and with the recipe in it."""
+        """Make the folder if necessary, lock it, write the recipe into it, and return it."""
         if not self.locked:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock(folder)
-            except InUse:  # another process was quicker; without a name, ours may have another
+            except InUse:  # another process was faster; if no folder was given, take another one
                 if self.given is not None or _holds(folder, self.recipe):
                     raise
                 folder = self._suffixed()
@@ -90,9 +91,9 @@ class Place:
         )
 
     def _suffixed(self) -> Path:
-        """Return a name of the recipe's own, the same every time.
+        """Return a name for this recipe alone, the same every time.
 
-        Fields at their defaults have no part in it, so that new fields change nothing.
+        It does not depend on fields at their defaults, so that new fields do not change it.
         """
         usual = asdict(Recipe())
         own = {name: value for name, value in asdict(self.recipe).items() if value != usual[name]}
@@ -141,13 +142,13 @@ def total_steps(recipe: Recipe, per_epoch: int) -> int:
 
 
 def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
-    """Raise where the run's checkpoint cannot go on to the recipe's length.
+    """Raise if the run's checkpoint cannot be continued to the recipe's length.
 
-    It can where the learning rates of the steps it has done are those of the recipe: then the run becomes what it would
+    It can be continued if its steps so far had the learning rates of the recipe: then the run becomes what it would
     have been with that length from the start.
     """
     if not run.checkpoint.is_file():
-        if run.result is not None:  # to start again would be to lose what is known of it
+        if run.result is not None:  # to start again would lose its result
             raise ValueError(
                 f"{run.folder} is finished, but its weights ({run.checkpoint.name}) are not there, so that it cannot "
                 "go on to another length. Possible: a run of its own, with --run FOLDER"
@@ -157,7 +158,7 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
     before, done = change(Recipe(), **state["recipe"]), int(state["step"])
     if before == recipe or not same_but_length(
         before, recipe
-    ):  # of another recipe, which restoring the checkpoint says
+    ):  # another recipe: restoring the checkpoint raises an error
         return
     old, new = total_steps(before, per_epoch), total_steps(recipe, per_epoch)
     if new < done:
@@ -187,12 +188,12 @@ def _shorter(here: dict[str, Any], there: dict[str, Any]) -> bool:
 
 
 def same_but_length(a: Recipe, b: Recipe) -> bool:
-    """Return whether two recipes are the same, but for how long they train."""
+    """Return whether two recipes are the same except for their length."""
     return replace(a, epochs=b.epochs, steps=b.steps) == b
 
 
 def _holds(folder: Path, recipe: Recipe) -> bool:
-    """Return whether the folder has this recipe; one that cannot be read is another."""
+    """Return whether the folder has this recipe; False if it cannot be read."""
     try:
         return Run(folder).recipe == recipe
     except (ValueError, OSError):
@@ -200,7 +201,7 @@ def _holds(folder: Path, recipe: Recipe) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run has left in the folder, its recipe first: without it, it is no run any more."""
+    """Remove the files of a run from the folder, its recipe first: without that it is no longer a run."""
     for name in _OF_THE_RUN:
         (folder / name).unlink(missing_ok=True)
     if (folder / "tensorboard").is_dir():
@@ -208,10 +209,7 @@ def _clear(folder: Path) -> None:
 
 
 def _set_aside_results(folder: Path) -> None:
-    """Remove the result of a run that goes on, and rename its attacks.
-
-    The attacks were on its weights so far, and are kept under another name.
-    """
+    """Remove the result of a run that will be continued, and rename its attacks, which were on its weights so far."""
     run_result, attacks = folder / "result.json", folder / "attacks.json"
     if attacks.is_file():
         step = (

@@ -12,9 +12,9 @@ BEFORE_CAPTURE = 11  # steps: PyTorch chooses algorithms in the first ones, and 
 
 
 def uses_graphs(recipe: Recipe, ranks: Ranks) -> tuple[bool, str]:
-    """Tell whether steps are to be repeated as a graph, and what to say about it: nothing if the recipe decides.
+    """Tell whether to repeat steps as a graph, with a note about it ("" if the recipe decides).
 
-    Raise, with every reason, where the recipe asks for what cannot be done.
+    Raise, with every reason, if the recipe asks for graphs and that is impossible.
     """
     if recipe.graphs is False:
         return False, ""

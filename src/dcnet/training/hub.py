@@ -52,7 +52,7 @@ def load(path: str | Path, *, trust_formulas: bool = False) -> nn.Module:
 
 
 class TrainedFile:
-    """A trained network in a file of `save_weights`, with what those who read a run ask of it.
+    """A trained network in a file of `save_weights`, with the attributes of a run that others read.
 
     Args:
         path: the file.
@@ -81,7 +81,7 @@ def is_trained_file(name: str | Path) -> bool:
 
 
 def open_trained(name: str | Path, *, trust_formulas: bool = False) -> Run | TrainedFile:
-    """Return the run of a folder, or what a .safetensors file or "hub:NAME" has of one.
+    """Return the run of a folder, or the trained network of a .safetensors file or "hub:NAME".
 
     trust_formulas: execute the copy of your own formulas in it, if they are not registered here.
     """
@@ -93,7 +93,7 @@ def open_trained(name: str | Path, *, trust_formulas: bool = False) -> Run | Tra
 
 
 def weights_file(name: str | Path) -> Path:
-    """Return the file of a trained network, of "hub:NAME" the one in the hub."""
+    """Return the file of a trained network; for "hub:NAME", the one in the hub."""
     return find_in_hub(str(name).removeprefix(HUB)) if str(name).startswith(HUB) else Path(name)
 
 
@@ -104,7 +104,7 @@ def hub_folders() -> list[Path]:
 
 
 def trained_models() -> dict[str, dict[str, Any]]:
-    """Return the trained networks there are by name, with their data, model, operator and accuracy.
+    """Return all trained networks by name, with their data, model, operator and accuracy.
 
     Examples:
         >>> import dcnet
@@ -119,7 +119,7 @@ def trained_models() -> dict[str, dict[str, Any]]:
 
 
 def find_in_hub(name: str) -> Path:
-    """Return the file of a trained network; raise if there is none, or its digest is not that in the index."""
+    """Return the file of a trained network; raise if there is none, or if its digest differs from the index."""
     known = trained_models()
     if name not in known:
         there = ", ".join(known) or "none"
@@ -135,7 +135,7 @@ def find_in_hub(name: str) -> Path:
 def add_to_hub(trained: Run | Trained, name: str, folder: str | Path) -> Path:
     """Write a network in bfloat16 to a folder of trained networks, and add it to the index; return the file.
 
-    trained: a finished run, or what `trained_in` has read from a file of its weights.
+    trained: a finished run, or the result of `trained_in` for a file of its weights.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name):
         raise ValueError(f"name={name!r}; possible: small letters, digits, and - _ . between them")
@@ -149,7 +149,7 @@ def add_to_hub(trained: Run | Trained, name: str, folder: str | Path) -> Path:
             f"the weights for {name!r} are of a run that was not finished; only finished ones can be added"
         )
     folder = Path(folder)
-    others = [entry for entry in _index(folder) if entry["name"] != name]  # an error now rather than after writing
+    others = [entry for entry in _index(folder) if entry["name"] != name]  # may raise, so it is read before writing
     path = folder / f"{name}.safetensors"
     save_weights(trained, path, bf16=True)
     operator = "plain" if recipe.magnitude is None else f"{recipe.magnitude} + {recipe.angular}"

@@ -33,9 +33,9 @@ class HubModel(nn.Module, PyTorchModelHubMixin):  # type: ignore[misc]
     Args:
         recipe: the fields of the recipe.
         shape: of its data: num_classes, in_channels, input_size.
-        conversion: what `dcnet.conversion_of` returned, of a network that was plain first.
+        conversion: for a network that was plain first, the result of `dcnet.conversion_of`.
         result: of the run, for the model card.
-        robustness: what attacks have found, for the model card.
+        robustness: the results of attacks, for the model card.
         formulas: the source of formulas of your own, which must be registered here.
     """
 

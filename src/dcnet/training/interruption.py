@@ -1,6 +1,7 @@
-"""Ctrl-C, and the signal that asks a process to end: noted when they come, heeded between two steps.
+"""Note Ctrl-C (SIGINT) and SIGTERM when they come; training acts on them between two steps.
 
-A signal that is ignored stays ignored, as SIGINT is in what a script starts in the background; SIGTERM stops that too.
+An ignored signal stays ignored, such as SIGINT in a process that a script starts in the background; SIGTERM also stops
+such a process.
 """
 
 import signal
@@ -14,7 +15,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption:
-    """Whether somebody has asked to stop. A step that is half done cannot be saved; a second Ctrl-C stops at once."""
+    """Whether someone has asked to stop. A half-done step cannot be saved; a second Ctrl-C stops immediately."""
 
     def __init__(self) -> None:
         self.asked = False

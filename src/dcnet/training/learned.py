@@ -1,4 +1,4 @@
-"""What a decoupled network has learned besides its kernels, in a few numbers a layer: radii, and k."""
+"""What a decoupled network has learned besides its kernels, in a few numbers per layer: radii, and k."""
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ def quantiles_of(values: Tensor) -> list[float]:
 
 @torch.no_grad()
 def learned_quantiles(model: nn.Module) -> dict[str, dict[str, list[float]]]:
-    """Return, by parameter ("radius" before E, "k") and then by layer, QUANTILES over its kernels.
+    """Return, by parameter ("radius" without E, "k") and then by layer, the QUANTILES over its kernels.
 
-    Empty where nothing of the kind is learned.
+    The result is empty if no such parameter is learned.
     """
     found: dict[str, dict[str, list[float]]] = {}
     for name, layer in decoupled_layers(model).items():

@@ -21,5 +21,5 @@ def classification_loss(logits: Tensor, labels: Tensor, recipe: Recipe) -> Tenso
 
 
 def likeliest(labels: Tensor) -> Tensor:
-    """Return the class of each image: where images are mixed, that of the larger share."""
+    """Return the class of each image; for mixed images, the class with the largest share."""
     return labels.argmax(1) if labels.dim() == 2 else labels

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: what decays and what does not, and its state by name."""
+"""The optimizer of a recipe: which parameters decay, and its state by name."""
 
 from typing import Any
 
@@ -27,14 +27,14 @@ def make_optimizer(
         groups.append({**group, "params": [p for p in group["params"] if p not in spared]})
     groups.append({"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0})
     groups = [group for group in groups if group["params"]]
-    rate: Any = torch.tensor(recipe.lr, device=device) if graphs else recipe.lr  # a graph reads it anew
+    rate: Any = torch.tensor(recipe.lr, device=device) if graphs else recipe.lr  # a graph reads the tensor every time
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
     return torch.optim.Adam(groups, lr=rate, fused=True, capturable=graphs)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state of every parameter, by its number among all."""
+    """Return the state of every parameter, by the parameter's number."""
     state = optimizer.state_dict()["state"]
     return {
         f"{number}/{name}": value
@@ -45,15 +45,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Load an optimizer's tensors in the memory order of the parameters, which fused optimizers want.
+    """Load an optimizer's tensors in the memory order of the parameters, which fused optimizers require.
 
-    `load_state_dict` would keep the order they were saved in.
+    `load_state_dict` would keep the order in which they were saved.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for key, value in tensors.items():
         number, name = key.split("/")
         p = parameters[int(number)]
-        # in the memory order of the parameter; a count of steps has a shape of its own
+        # in the memory order of the parameter, unless the shape differs, as that of a count of steps
         optimizer.state[p][name] = (
             torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value.to(p.device)
         )

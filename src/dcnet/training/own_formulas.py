@@ -1,6 +1,6 @@
-"""A user's formulas belong to a run: their source lies in its folder as `formulas.py`.
+"""A user's formulas are a part of a run: their source is in its folder as `formulas.py`.
 
-It is executed only when that is asked for.
+It is only executed on request.
 """
 
 from pathlib import Path
@@ -18,9 +18,9 @@ def names_of(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def keep_formulas(folder: Path, recipe: Recipe) -> None:
-    """Write the source of the recipe's formulas into the folder, of those that do not come with dcnet.
+    """Write the source of the recipe's formulas that do not come with dcnet into the folder.
 
-    Check those that are there already.
+    If the source is there already, check it.
     """
     if (folder / FILE).is_file():
         check_formulas(folder, recipe)
@@ -31,12 +31,12 @@ def keep_formulas(folder: Path, recipe: Recipe) -> None:
 
 
 def check_formulas(folder: Path, recipe: Recipe) -> None:
-    """Raise where one of the recipe's formulas is not known here, or is not the one that the run was trained with."""
+    """Raise if one of the recipe's formulas is not registered here, or differs from the one used in training."""
     check_source(_stored(folder), names_of(recipe), folder, folder / FILE)
 
 
 def trust_formulas(folder: Path) -> None:
-    """Execute the folder's own formulas, which registers them; raise where they are not what training wrote."""
+    """Execute the folder's own formulas, which registers them; raise if they are not what training wrote."""
     source = _stored(folder)
     if source is not None:
         execute_source(source, folder / FILE)

@@ -1,6 +1,6 @@
-"""Kernels of ordinary layers treated like decoupled ones.
+"""Treat kernels of ordinary layers like those of decoupled ones.
 
-So one can tell what the operator does from what a normalized kernel does.
+This separates the effect of the operator from that of normalized kernels.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: a recipe, and a state that fits the data."""
+"""Prepare a run before its first step: a recipe, and a state that fits the data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from dcnet.util.compat import BatchNorm
 
 
 def given_recipe(given: Recipe | str) -> Recipe:
-    """Return the recipe, or the one of that name."""
+    """Return the recipe itself, or the recipe of that name."""
     if isinstance(given, str):
         return make_recipe(given)
     if not isinstance(given, Recipe):
@@ -32,9 +32,9 @@ def given_recipe(given: Recipe | str) -> Recipe:
 def prepare(
     recipe: Recipe, data: "Resident | ImageFolder", ranks: Ranks, begun: Path | None
 ) -> tuple[TrainingState, int]:
-    """Return the state at its start, and the steps of an epoch.
+    """Return the initial state, and the steps of an epoch.
 
-    begun: the checkpoint of a run that has begun, which is yet to be restored.
+    begun: the checkpoint of a run that has begun, which the caller restores afterward.
     """
     per_epoch = data.train_length // recipe.batch
     if per_epoch == 0:

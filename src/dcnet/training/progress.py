@@ -1,4 +1,4 @@
-"""What you see of a run: bars in a terminal, a line an epoch elsewhere."""
+"""Show the progress of a run: bars in a terminal, a line per epoch elsewhere."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ def describe(entry: dict[str, Any]) -> str:
 
 
 class Lines(Callback):
-    """One line an epoch."""
+    """One line per epoch."""
 
     def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
         from_where = f", going on from step {done}" if done else ""
@@ -102,9 +102,9 @@ class Bars(Callback):
 
 @contextmanager
 def showing(shown: bool, *columns: Any) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yield a function that shows in a terminal how far each of several things is: (name, done, total).
+    """Yield a function that shows the progress of several things in a terminal: (name, done, total).
 
-    None where there is no terminal.
+    Yield None if there is no terminal.
     """
     if not shown or not sys.stdout.isatty():
         yield None
@@ -123,7 +123,7 @@ def showing(shown: bool, *columns: Any) -> Iterator[Callable[[str, int, int], No
 
 
 def showing_downloads(shown: bool) -> Any:
-    """Return the same in bytes."""
+    """Return `showing` for bytes."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     return showing(shown, TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

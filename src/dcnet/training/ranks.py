@@ -44,7 +44,7 @@ class Ranks:
         return float(tensor)
 
     def from_first(self, decide: Callable[[], T]) -> T:
-        """Return what the function gives on the first rank, on all of them; an error there is raised on all of them."""
+        """Call the function on the first rank; return its result, or raise its error, on all ranks."""
         outcome: list[Any] = [None, None]
         if self.first:
             try:
@@ -64,22 +64,21 @@ class Ranks:
             dist.barrier()
 
 
-_met: list[tuple[Any, int, int]] = []  # where the processes met, which they do once; this one's rank; how many they are
+_met: list[tuple[Any, int, int]] = []  # set once: the store where the processes met, this one's rank, their number
 _joined = itertools.count()
 
 
 def _join(backend: str) -> None:
     """Join the processes that torchrun has started.
 
-    Each time under a name of its own: a group that is left and joined again at the same place may find what the last
-    one has left there, and wait for it forever.
+    Each group gets a new name: under the same name, a new group may find entries of the last one, and wait forever.
     """
     from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # not in every build of PyTorch
 
     if not _met:
         _met.append(next(rendezvous("env://")))
-        # DistributedDataParallel, part of a reference cycle, keeps the group's threads alive after the group is left. A
-        # thread that lets a tensor go while the interpreter ends would abort the process.
+        # DistributedDataParallel is in a reference cycle, and keeps the group's threads alive after the group is left.
+        # A thread that frees a tensor while the interpreter ends would abort the process.
         atexit.register(gc.collect)
     store, rank, world = _met[0]
     dist.init_process_group(backend, store=PrefixStore(f"dcnet {next(_joined)}", store), rank=rank, world_size=world)
@@ -89,7 +88,7 @@ def _join(backend: str) -> None:
 def joined(device: str | None = None) -> Iterator[Ranks]:
     """Yield this process among those that train together.
 
-    Under torchrun the group is joined here and left at the end, unless the caller has joined it before.
+    Under torchrun it joins the group and leaves it at the end, unless the caller has joined it before.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):

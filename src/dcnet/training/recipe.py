@@ -34,7 +34,7 @@ def _option(
     high: Limit = None,
     below: Limit = None,
 ) -> Any:
-    """Return a recipe's field with what `--help` says about it and what it can be: named values, or limits."""
+    """Return a recipe's field with its text for `--help` and its possible values: names, or limits."""
     return field(
         default=default,
         metadata={"help": explanation, "possible": possible, "limits": {"≥": low, ">": above, "≤": high, "<": below}},
@@ -259,7 +259,7 @@ def _number(value: Any) -> Any:
 
 
 def _names(value: Any) -> Any:
-    """Return one name, or a list of them, as a tuple; raise for anything else that is listed."""
+    """Return one name, or a list of them, as a tuple; raise if something in it is not a name."""
     value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if isinstance(value, tuple) and not all(isinstance(name, str) and name.strip("! ") for name in value):
         raise ValueError(f"recipe: where={value!r} must be patterns of names, or presets")
@@ -267,7 +267,7 @@ def _names(value: Any) -> Any:
 
 
 def _pixels(name: str, value: float) -> str:
-    """Return a question, where a change of a pixel was given in units of 1/255."""
+    """Return a question if a change of a pixel seems to be given in units of 1/255."""
     return (
         f"; did you mean {value:g}/255?"
         if name in ("adversarial_eps", "adversarial_step") and 1.0 < value <= 255.0

@@ -1,4 +1,4 @@
-"""Fields of a recipe that do not go together."""
+"""Check that the fields of a recipe go together."""
 
 from typing import TYPE_CHECKING
 

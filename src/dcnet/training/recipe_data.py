@@ -43,7 +43,7 @@ def open_data(
 
 
 def find_data(name: str, root: str | Path = "data", download: bool = False) -> None:
-    """Raise where the data of that name is not there; fetch it if asked to."""
+    """Raise if the data of that name is missing; fetch it if asked to."""
     if not name.startswith(FOLDER):
         load_data(name, root, download)
     elif not (folder := Path(name.removeprefix(FOLDER))).is_dir():
@@ -51,12 +51,12 @@ def find_data(name: str, root: str | Path = "data", download: bool = False) -> N
 
 
 def facts_of(data: "Resident | ImageFolder") -> dict[str, Any]:
-    """Return what must not change while a run is interrupted: the names of the classes, and the number of images."""
+    """Return what must not change until a run is continued: the names of the classes, and the number of images."""
     return {"classes": list(data.classes), "train_images": data.train_length}
 
 
 def check_same_data(run: Path, recipe: Recipe, then: dict[str, Any] | None, now: dict[str, Any]) -> None:
-    """Raise where the data of a run is not what it was; then: None in older checkpoints, which do not say."""
+    """Raise if the data of a run has changed; then: the facts in its checkpoint, None in older checkpoints."""
     if then not in (None, now):
         words = [f"{facts['train_images']} training images of {few(facts['classes'])}" for facts in (then, now)]
         raise ValueError(f"{run} cannot go on, since {recipe.data} is not what it was: {words[0]} then, {words[1]} now")

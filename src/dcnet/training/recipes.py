@@ -7,8 +7,8 @@ from typing import Any
 from dcnet.training.recipe import Recipe, change, hints
 from dcnet.util.suggest import nearest
 
-# Recipes of the paper are evaluated with the averages of training, as the paper's are; annealed to their end, these do
-# not lag.
+# The paper's recipes are evaluated with the averages of training, as in the paper. Since learning rates end low, these
+# do not lag behind.
 _PAPER: dict[str, Any] = {
     "recalibrate": 0,
     "label_smoothing": 0.01,
@@ -43,7 +43,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "augment": "crop+flip",
         "epochs": 100.0,
     }
-    | {"schedule": "step", "milestones": (0.5, 0.75, 0.9)},  # not "plateau": all networks are to be annealed alike
+    | {"schedule": "step", "milestones": (0.5, 0.75, 0.9)},  # not "plateau": the same learning rates for all
     "fast-cifar": {
         "data": "cifar10",
         "model": "cnn9",
@@ -62,7 +62,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "channels_last": True,
     }
     | {"evaluate_every": 0, "graphs": True},
-    # What people use today, for both twins alike; not the paper's
+    # what people use today, the same for decoupled and plain networks; not the paper's
     "best-cifar": {
         "data": "cifar100",
         "model": "resnet32",
@@ -139,11 +139,11 @@ def read_recipe(path: str | Path) -> Recipe:
     return recorded(values)
 
 
-# What fields stood for before they existed, where that is not today's default.
+# Values of fields in records from before these fields existed, if they differ from today's defaults.
 _BEFORE = {"recalibrate": 0}
 
 
 def recorded(values: dict[str, Any]) -> Recipe:
-    """Return the recipe that was written down as these values, by this version or by one that had fewer fields."""
-    whole = len(values) > len(hints) // 2  # a few fields by hand are today's; a record has all that there were
+    """Return the recipe of a record with these values, from this version or one with fewer fields."""
+    whole = len(values) > len(hints) // 2  # a record has all fields of its time; a few fields are written by hand
     return change(Recipe(), **((_BEFORE | values) if whole else values))

@@ -1,6 +1,6 @@
 """A run folder: recipe, metrics, checkpoint, result, attacks.
 
-Every other command reads such a folder and nothing else.
+All other commands read only such folders.
 """
 
 import json
@@ -31,10 +31,7 @@ OPERATOR = ("magnitude", "angular", "weighting", "radius", "where")  # fields: w
 
 
 def layer_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options of the recipe's decoupled layers, as `decouple_` and `create_model` take them.
-
-    The plain network has none.
-    """
+    """Return the options of the recipe's decoupled layers for `decouple_` and `create_model`; none for a plain one."""
     if recipe.magnitude is None:
         return {}
     options: dict[str, Any] = {"weighting": recipe.weighting, "sync": recipe.sync}
@@ -59,8 +56,8 @@ def build_model(
     Args:
         recipe: the recipe.
         shape: of the data: num_classes, in_channels, input_size.
-        conversion: of a network that was plain first, the layers that were converted, as `conversion_of` returns them.
-        library_weights: load the weights that the library of the network has for it.
+        conversion: the converted layers of a network that was plain first, as `conversion_of` returns them.
+        library_weights: load the weights that the network's library has for it.
     """
     if conversion is not None:
         images = torch.zeros(2, shape["in_channels"], shape["input_size"], shape["input_size"])
@@ -85,14 +82,14 @@ def build_model(
 
 
 def fuse_untraced_(model: nn.Module, images: Tensor) -> nn.Module:
-    """Fuse a converted model in place by running it, where torch.fx could not trace it; return the model."""
+    """Fuse a converted model in place by running it, if torch.fx could not trace it; return the model."""
     if not any(layer.fusion for layer in decoupled_layers(model).values()) and fuse_(model).unseen:
         fuse_(model, images)
     return model
 
 
 def read_json(path: Path) -> Any:
-    """Return what the file holds; raise with its name where it cannot be read."""
+    """Return the contents of the file; raise an error that names it if it cannot be read."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -127,7 +124,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What `result.json` says; None before the end."""
+        """The contents of `result.json`; None before the end."""
         path = self.folder / "result.json"
         if not path.is_file():
             return None
@@ -150,7 +147,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One entry an epoch."""
+        """One entry per epoch."""
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return []
@@ -170,7 +167,7 @@ class Run:
         return found
 
     def keep_metrics(self, step: int) -> None:
-        """Forget the epochs that ended after that step: a resumed run does them again."""
+        """Remove the epochs that ended after that step, since a resumed run repeats them."""
         kept = [entry for entry in self.metrics if entry["step"] <= step]
         write_atomically(self.folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
@@ -192,7 +189,7 @@ class Run:
 
     @property
     def attacks(self) -> list[dict[str, Any]]:
-        """What `dcnet attack` found, one entry a call."""
+        """The results of `dcnet attack`, one entry per call."""
         path = self.folder / "attacks.json"
         found = read_json(path) if path.is_file() else []
         if not isinstance(found, list) or not all(
@@ -202,17 +199,17 @@ class Run:
         return found
 
     def add_attack(self, result: dict[str, Any]) -> Path:
-        """Add what an attack found; return the file."""
+        """Add the result of an attack; return the file."""
         return self.write_attacks([*self.attacks, result])
 
     def write_attacks(self, records: list[dict[str, Any]]) -> Path:
-        """Keep these records of attacks and no others; return the file."""
+        """Replace all records of attacks by these; return the file."""
         path = self.folder / "attacks.json"
         write_json(path, records)
         return path
 
     def check_writable(self) -> None:
-        """Raise where nothing can be written into the folder: before a long computation rather than after it."""
+        """Raise if nothing can be written into the folder, before a long computation instead of after it."""
         try:
             with TemporaryFile(dir=self.folder):
                 pass
@@ -221,7 +218,7 @@ class Run:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Of the data it was trained on: num_classes, in_channels, input_size."""
+        """The shape of its training data: num_classes, in_channels, input_size."""
         if not self.checkpoint.is_file():
             raise FileNotFoundError(self._no_weights)
         shape: dict[str, int] = load_state(self.checkpoint)["shape"]
@@ -229,7 +226,7 @@ class Run:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes it was trained on; none if its checkpoint does not say, as older ones do not."""
+        """The names of its classes; none if its checkpoint does not have them, as older ones."""
         data = load_state(self.checkpoint).get("data") if self.checkpoint.is_file() else None
         return tuple(data["classes"]) if data else ()
 
@@ -242,14 +239,14 @@ class Run:
 
     @property
     def conversion(self) -> Conversion | None:
-        """The layers that were converted, with their options, of a network that was plain first; None for others."""
+        """The converted layers of a network that was plain first, with their options; None for other networks."""
         return load_state(self.checkpoint).get("conversion") if self.checkpoint.is_file() else None
 
     @property
     def model(self) -> nn.Module:
         """The network with the weights of the last checkpoint, or their moving average, in evaluation mode.
 
-        Its running averages are those the evaluation at that checkpoint has used, where there was one.
+        If there was an evaluation at that checkpoint, the running averages are those that it used.
         """
         if not self.checkpoint.is_file():
             raise FileNotFoundError(self._no_weights)
@@ -266,7 +263,7 @@ class Run:
 
 
 def _what_it_is(path: Path) -> str:
-    """Return what a path is that is not a run folder, and who takes it."""
+    """Say what a path is that is not a run folder, and which commands take it."""
     others = "dcnet evaluate, predict, export and finetune take it"
     if str(path).startswith(HUB):
         return f", but the name of a trained network; {others}, and dcnet.load({str(path)!r}) in Python"

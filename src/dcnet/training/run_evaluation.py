@@ -25,7 +25,7 @@ class RunEvaluation(Evaluation):
         correct5: how many labels were among the five largest logits.
         data: the data set.
         classes: the names of its classes.
-        unfinished_after: for a run that is not finished, the step that the weights are of; else None.
+        unfinished_after: for a run that is not finished, the step of its weights; else None.
     """
 
     data: str
@@ -44,7 +44,7 @@ def evaluate_run(
     """Evaluate a run's network on the test images of its data set, or of another one.
 
     Args:
-        run: the run, whose last checkpoint is what is evaluated, or what `open_trained` returns.
+        run: the run, whose last checkpoint is evaluated, or the result of `open_trained`.
         data: another data set, with as many classes and images of the same shape.
         data_root: the folder of the data sets' official files.
         download: fetch missing files of the data set from its own site.
@@ -54,7 +54,7 @@ def evaluate_run(
         Loss, accuracy, and counts by class. Under torchrun each process takes its share, and all return the same.
     """
     shape, recipe = run.shape, run.recipe
-    if data is not None:  # only its test images are looked at
+    if data is not None:  # only its test images are used
         size = shape["input_size"] if data.startswith(FOLDER) else None
         recipe = change(recipe, data=data, augment="none", image_size=size)
     with joined(device) as ranks, settings(recipe, ranks.device):
@@ -76,6 +76,6 @@ def evaluate_run(
 
 
 def _described(shape: dict[str, int]) -> str:
-    """Return the shape of data in words."""
+    """Describe the shape of data in words."""
     size = shape["input_size"]
     return f"{shape['num_classes']} classes and images of {shape['in_channels']}×{size}×{size}"

@@ -1,4 +1,4 @@
-"""What a trained run says of image files: what `dcnet predict` does."""
+"""Classify image files with a trained run: what `dcnet predict` does."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,13 @@ _BATCH = 100
 
 
 class Prediction(NamedTuple):
-    """What a network says of one image file.
+    """A network's prediction for one image file.
 
     Attributes:
         image: the file.
-        top: (class, probability), the likeliest first; empty where the file cannot be read.
-        converted: how the image was made to fit the network; empty where it fits as it is.
-        error: why the file cannot be read; None where it can.
+        top: (class, probability), the likeliest first; empty if the file cannot be read.
+        converted: how the image was made to fit the network; empty if it fits as it is.
+        error: why the file cannot be read; None if it can.
     """
 
     image: Path
@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """The names of a run's classes; `note` says why they are numbers where they are."""
+    """The names of a run's classes; if they are only numbers, `note` says why."""
 
     names: tuple[str, ...]
     note: str | None
@@ -75,7 +75,7 @@ def predict_run(
 
 
 def classes_of(run: Run | TrainedFile) -> Classes:
-    """Return the names of a run's classes as they were in training; where they are not known, their numbers."""
+    """Return the names of a run's classes as in training, or their numbers if the names are unknown."""
     names, count = run.classes or class_names_of(run.recipe.data), run.shape["num_classes"]
     if len(names) == count:
         return Classes(names, None)
@@ -89,7 +89,7 @@ def _likeliest(chance: Tensor, names: Sequence[str], top: int) -> tuple[tuple[st
 
 
 def _read(paths: list[Path], shape: dict[str, int], cropped: bool) -> list[tuple[Tensor, str] | str]:
-    """Return, for each file, pixels as the network takes them and how they were converted; or why it cannot be read."""
+    """Return, for each file, pixels for the network and how they were converted, or why it cannot be read."""
     size, mode = shape["input_size"], "L" if shape["in_channels"] == 1 else "RGB"
     read: list[tuple[Tensor, str] | str] = []
     for path in paths:

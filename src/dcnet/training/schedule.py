@@ -10,7 +10,7 @@ from dcnet.training.recipe import Recipe
 
 
 class Schedule:
-    """What the learning rate is multiplied by."""
+    """The factor of the learning rate for each step."""
 
     def __init__(self, recipe: Recipe, steps: int) -> None:
         self.recipe, self.steps = recipe, steps

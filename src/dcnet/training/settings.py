@@ -1,4 +1,4 @@
-"""PyTorch's global switches, as a recipe wants them, and as they were afterwards."""
+"""Set PyTorch's global switches for a recipe, and restore them afterward."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def autocast_of(recipe: Recipe, device: torch.device) -> Callable[[], AbstractCo
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Allow a GPU to round float32 factors to TF32's 10 bits, or not; PyTorch allows it for convolutions."""
+    """Allow a GPU to round float32 factors to TF32's 10 bits, or forbid it; PyTorch allows it for convolutions."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = (matmul.allow_tf32, cudnn.allow_tf32)
     matmul.allow_tf32 = cudnn.allow_tf32 = allowed
@@ -32,7 +32,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Set TF32, determinism, and the seed of PyTorch's generators for a while."""
+    """Set TF32, determinism, and the seed of PyTorch's generators inside this context."""
     cuda = device.type == "cuda"
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic)
@@ -42,7 +42,7 @@ def settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     )
     cudnn.benchmark, cudnn.deterministic = cuda and not recipe.deterministic, recipe.deterministic
     if recipe.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS is not
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
         torch.use_deterministic_algorithms(True)
     try:
         with tf32(recipe.precision != "float32"), torch.random.fork_rng(devices=[device] if cuda else []):

@@ -1,4 +1,4 @@
-"""The start of a run: a network with new weights, with given weights, or a trained plain network that is converted."""
+"""The start of a run: a network with new weights or given weights, or a converted plain network."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ _STRUCTURE = (
 
 @dataclass(frozen=True)
 class Start:
-    """A network, and the layers that were converted after it was built, with their options; None for none."""
+    """A network, and the layers that were converted after it was built, with their options; None if there are none."""
 
     model: nn.Module
     conversion: Conversion | None = None
@@ -41,7 +41,7 @@ def go_on(recipe: Recipe, shape: dict[str, int], checkpoint: Path) -> Start:
 
 
 def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder", ranks: Ranks) -> Start:
-    """Return the network that the recipe starts from; the weights are looked for before anything is built."""
+    """Return the network that the recipe starts from; look for its weights before anything is built."""
     external = is_external(recipe.model)
     if external:
         _check_structure(recipe)
@@ -52,7 +52,7 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
         )
     origin = origin_of(source)
     if origin.conversion is not None:
-        # An exported network names all its decoupled layers, also one that the recipe makes with them by itself
+        # an exported network lists all decoupled layers, even if the recipe alone would build it with them
         made_so = origin.exported and not external and conversion_of(build_model(recipe, shape)) == origin.conversion
         if not made_so:
             return _as_it_was(recipe, shape, source, origin)
@@ -77,13 +77,13 @@ def begin(recipe: Recipe, shape: dict[str, int], data: "Resident | ImageFolder",
 
 
 def _as_it_was(recipe: Recipe, shape: dict[str, int], source: "Source | None", origin: Origin) -> Start:
-    """Return a network that was converted already, as it was; raise if the recipe has another operator."""
+    """Rebuild a network that was converted already; raise if the recipe has another operator."""
     check_operator(recipe, origin.name, origin.operator)
     assert source is not None
     assert origin.conversion is not None
     model = build_model(plain_recipe(recipe), shape)
     names = dict(model.named_modules())
-    prefix = "" if any(name in names for name in origin.conversion) else "net."  # as their library has them
+    prefix = "" if any(name in names for name in origin.conversion) else "net."  # names in their library
     conversion = {prefix + name: options for name, options in origin.conversion.items()}
     restore_conversion_(model, conversion)
     load_weights_(model, source)
@@ -111,8 +111,8 @@ def _converted(recipe: Recipe, shape: dict[str, int], source: "Source | None", b
 def _what_to_convert(model: nn.Module, recipe: Recipe, shape: dict[str, int]) -> dict[str, Any]:
     """Return `types` and `where` for `decouple_`.
 
-    Of another library's network, its convolutions; of ours, the layers that it has decoupled when it is made so. The
-    recipe's `where` takes from these, by the names that they have in their own library.
+    In another library's network, choose the convolutions; in one of dcnet's own, the layers that are decoupled when it
+    is built decoupled. The recipe's `where` removes layers from these, by their names in their own library.
     """
     if is_external(recipe.model):
         types: tuple[type[nn.Module], ...] = CONVOLUTIONS
@@ -147,7 +147,7 @@ class _Batches:
 
 
 def _check_structure(recipe: Recipe) -> None:
-    """Raise where the recipe wants something of another library's network that only ours have."""
+    """Raise if the recipe asks another library's network for something that only dcnet's own networks have."""
     usual = Recipe()
     for name in _STRUCTURE:
         if getattr(recipe, name) != getattr(usual, name):

@@ -1,4 +1,4 @@
-"""What a run has in memory: network, optimizer, and everything a checkpoint has to carry."""
+"""The state of a run in memory: network, optimizer, and everything else that a checkpoint needs."""
 
 import copy
 import inspect
@@ -34,7 +34,7 @@ from dcnet.util.compat import lerp_all_
 class TrainingState:
     """The state of a run, and one step of it.
 
-    shape: what `build_model` needs to know of the data. data: what else is to stay as it was if the run goes on.
+    shape: what `build_model` needs to know about the data. data: what else must not change until the run is continued.
     """
 
     def __init__(
@@ -60,25 +60,25 @@ class TrainingState:
         if recipe.weighted_gradients:
             weight_gradients_(self.model)
         self.step, self.seconds = 0, 0.0
-        # Of the epoch so far: images, and on the device, which need not be waited for, their cross-entropy and how many
-        # were right.
+        # Of the epoch so far: the number of images, and, on the device to avoid waiting for it, the sums of their
+        # cross-entropy and of right answers.
         self.images = 0
         self.sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        # Also there: the number of the step, the first one whose loss was not finite, and from then on a 1 that stops
-        # the optimizer.
+        # Also on the device: the number of the step, the first step whose loss was not finite (or −1), and a 1 from
+        # then on, which stops the optimizer.
         self.device_step = torch.zeros((), dtype=torch.int64, device=ranks.device)
         self.bad_step = torch.full((), -1, dtype=torch.int64, device=ranks.device)
         self.frozen = torch.zeros((), device=ranks.device)
         self.calibrated: dict[
             str, Tensor
-        ] = {}  # averages an evaluation at this step has used, for those who load the network
+        ] = {}  # averages that an evaluation at this step has used, for use when the network is loaded
         self.graph: Repeated | None = None
         self.counts = False  # whether the projection's steps are counted here, not by the optimizer's hook
         self.eager_steps = 0
         self.saved_step, self._saved_at, self._saving = -1, -math.inf, 0.0
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
-        """Take one step of the optimizer on this rank's share of a batch; none after a loss that was not finite."""
+        """Take one step of the optimizer on this rank's share of a batch, unless a loss was not finite."""
         rate = self.recipe.lr * self.schedule.factor(self.step)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
@@ -100,7 +100,7 @@ class TrainingState:
         self.calibrated = {}
 
     def _record(self, images: Tensor, labels: Tensor) -> None:
-        """Record a step as a graph; where that fails and the recipe does not insist, say why and go on without."""
+        """Record a step as a graph. If that fails and the recipe does not insist, say why and continue without it."""
         self.optimizer.zero_grad(set_to_none=True)  # the graph has gradients of its own
         if self.projection is not None:
             self.projection.remove()  # the optimizer's hooks do not run in a graph
@@ -115,7 +115,7 @@ class TrainingState:
             self.say(f"steps are not repeated as a CUDA graph: {str(error).splitlines()[0]}")
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
-        """Do the part of a step that runs on the device, which the host does not wait for."""
+        """Do the part of a step that runs on the device, without waiting for it."""
         recipe, parts, size = self.recipe, self.recipe.accumulate, len(labels)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=labels.device)
@@ -136,7 +136,7 @@ class TrainingState:
                 self.sums += torch.stack(
                     [loss.detach().double() * size, (logits.argmax(1) == likeliest(their)).sum().double()]
                 )
-            if self.scaler.is_enabled():  # whose steps nothing else stops
+            if self.scaler.is_enabled():  # NaN makes the scaler skip the step; `frozen` is not used then
                 loss = torch.where(self.bad_step >= 0, float("nan"), loss)
             if recipe.orthogonality and last:
                 loss = loss + recipe.orthogonality * orthogonal_penalty(self.model)
@@ -151,12 +151,12 @@ class TrainingState:
             self.ema.follow(self.model)
 
     def _note_non_finite(self, loss: Tensor) -> None:
-        """Make the optimizer leave the weights alone from the first loss on that is not finite."""
+        """Make the optimizer keep the weights unchanged from the first loss on that is not finite."""
         if self.ranks.world > 1:
-            torch.distributed.all_reduce(loss)  # which is not finite if one of them is not
+            torch.distributed.all_reduce(loss)  # the sum is not finite if one of them is not
         self.bad_step.copy_(torch.where(loss.isfinite() | (self.bad_step >= 0), self.bad_step, self.device_step))
         self.device_step += 1
-        if not self.scaler.is_enabled():  # which skips steps with gradients that are not finite by itself
+        if not self.scaler.is_enabled():  # the scaler itself skips steps with non-finite gradients
             self.frozen.copy_(self.bad_step >= 0)
             self.optimizer.found_inf = self.frozen  # type: ignore[attr-defined]
 
@@ -172,12 +172,12 @@ class TrainingState:
         return loss / count, 100.0 * right / count
 
     def local_means(self) -> tuple[float, float]:
-        """Return the same over this rank's images, which needs no others."""
+        """Return the same over this rank's images, without waiting for other ranks."""
         loss, right = self.sums.tolist()
         return loss / max(1, self.images), 100.0 * right / max(1, self.images)
 
     def average_statistics(self) -> None:
-        """Make the running averages of all ranks agree, also of the moving average of the weights."""
+        """Make the running averages of all ranks equal, also those of the moving average of the weights."""
         average_statistics_(self.model)
         if self.ema is not None:
             average_statistics_(self.ema.model)
@@ -199,7 +199,7 @@ class TrainingState:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_is_due(self) -> bool:
-        """Return whether it is time for a checkpoint: writing them may take a twentieth of a run, and no more."""
+        """Return whether it is time for a checkpoint: writing them may take up to a twentieth of a run."""
         return self.ranks.agree(time.perf_counter() - self._saved_at - 20.0 * self._saving) >= 0.0
 
     def save(self, run: Run) -> None:
@@ -266,7 +266,7 @@ class TrainingState:
 def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
     """Return the network with its gradients averaged over all ranks.
 
-    Running averages are brought together at evaluations and checkpoints.
+    Running averages are averaged over ranks at evaluations and checkpoints.
     """
     switches = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = (
@@ -279,7 +279,7 @@ def _together(net: nn.Module, device: torch.device) -> DistributedDataParallel:
 class _Average:
     """An exponential moving average of a network, buffers included.
 
-    PyTorch's AveragedModel asks the device whether it is at its first step, which waits for a GPU.
+    PyTorch's AveragedModel asks the device whether this is the first step, which waits for a GPU.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -1,4 +1,4 @@
-"""Training: a loop to read from top to bottom."""
+"""The training loop."""
 
 import math
 import time
@@ -29,7 +29,7 @@ from dcnet.training.tensorboard import TensorBoard
 from dcnet.util.provenance import provenance
 from dcnet.version import __version__
 
-_LOOK = 50  # steps between looks at the device, where looking makes it wait
+_LOOK = 50  # steps between checks on a device that a check has to wait for
 
 
 def train(
@@ -45,25 +45,25 @@ def train(
     overwrite: bool = False,
     extend: bool = False,
 ) -> Run:
-    """Train a run to its end, from where it was left if it was begun, and return it.
+    """Train a run to its end, from its last checkpoint if it has begun, and return it.
 
     Under torchrun, all its processes train together.
 
     Args:
         recipe: what to train, or the name of a recipe.
-        folder: the run folder; runs/TITLE by default, with a short suffix where another recipe's run has that name.
+        folder: the run folder; runs/TITLE by default, with a short suffix if another recipe's run has that name.
         data_root: the folder of the data sets' official files.
         download: fetch missing files of the data set from its own site.
         device: "cpu" or "cuda"; by default the GPU if there is one.
         quiet: show no progress.
         tensorboard: write TensorBoard's files into the run folder too.
-        callbacks: told about every step and epoch; see `Callback`.
+        callbacks: called after every step and epoch; see `Callback`.
         overwrite: start again in a folder that has a run.
-        extend: go on with a run of that recipe but for `epochs` and `steps`.
+        extend: continue a run of the same recipe except for `epochs` and `steps`.
 
     Raises:
         Interrupted: on Ctrl-C or SIGTERM, after a checkpoint; training again goes on from there.
-        NonFiniteLoss: where the loss is not finite; it names the step and what was first not finite.
+        NonFiniteLoss: if the loss is not finite; it names the step and what was not finite first.
 
     Examples:
         >>> import tempfile, dcnet
@@ -75,7 +75,7 @@ def train(
         [1]
     """
     recipe = given_recipe(recipe)
-    told = Callbacks([*callbacks, *([TensorBoard()] if tensorboard else [])])  # an error now rather than later
+    told = Callbacks([*callbacks, *([TensorBoard()] if tensorboard else [])])  # raises now rather than later
     with joined(device) as ranks, settings(recipe, ranks.device), ExitStack() as held:
         place = Place(recipe, folder, held, overwrite, extend)
         where, finished = ranks.from_first(place.find)
@@ -83,7 +83,7 @@ def train(
             if ranks.first and not quiet:
                 say_finished(Run(where))
             return Run(where)
-        # a recipe that cannot be trained leaves no folder behind, and overwrites none
+        # before the folder is entered: a recipe that cannot be trained neither makes nor overwrites one
         data = open_data(recipe, ranks, data_root, download)
         checkpoint = where / "checkpoint.safetensors"
         begun = not overwrite and checkpoint.is_file()
@@ -107,7 +107,7 @@ def train(
                         {"step": error.step, "epoch": error.epoch, "why": str(error), **_provenance(state, data)}
                     )
                 raise
-        ranks.wait()  # for the result
+        ranks.wait()  # until the first rank has written the result
         return run
 
 
@@ -151,14 +151,14 @@ def _train(
                 _leave(state, run, data, per_epoch)
                 raise Interrupted(f"stopped at step {state.step} of {steps}")
         evaluation = _end_epoch(state, run, data, steps, per_epoch, progress)
-        started = time.perf_counter() - state.seconds  # which have the evaluation, but not the writing
+        started = time.perf_counter() - state.seconds  # these include the evaluation, but not the writing
         if state.step < steps and _asked(interruption, ranks, True):
-            if evaluation is None:  # whose averages the checkpoint would have
+            if evaluation is None:  # then the checkpoint lacks the averages of an evaluation
                 _leave(state, run, data, per_epoch)
             elif state.saved_step != state.step:
                 state.save(run)
             raise Interrupted(f"stopped at step {state.step} of {steps}")
-    if evaluation is None:  # the run had reached its end, but not its result
+    if evaluation is None:  # the run was at its last step already, without a result
         evaluation = _evaluate(state, data, per_epoch)
     if ranks.first:
         run.finish(_result(state, data, evaluation, per_epoch))
@@ -166,7 +166,7 @@ def _train(
 
 
 def _asked(interruption: Interruption, ranks: Ranks, together: bool) -> bool:
-    """Return whether to stop; several ranks agree on it, at steps where all of them ask."""
+    """Return whether to stop; several ranks agree on it, at steps at which all of them ask."""
     if ranks.world == 1:
         return interruption.asked
     return together and ranks.agree(float(interruption.asked)) > 0.0
@@ -179,7 +179,7 @@ def _save(state: TrainingState, run: Run, data: "Resident | ImageFolder", per_ep
 
 
 def _leave(state: TrainingState, run: Run, data: "Resident | ImageFolder", per_epoch: int) -> None:
-    """Save a checkpoint to stay for a while: the network in it can be evaluated as it is."""
+    """Save a checkpoint before an interruption, with averages that fit its weights, so that it can be evaluated."""
     _stop_if_not_finite(state, data, per_epoch)
     with calibrated(state, data, per_epoch):
         pass
@@ -266,7 +266,7 @@ def _result(
 
 
 def _provenance(state: TrainingState, data: "Resident | ImageFolder") -> dict[str, Any]:
-    """Return how long a run took, on what data and where."""
+    """Return how long a run took, on which data and device."""
     return {
         "seconds": round(state.seconds, 3),
         "data": state.recipe.data,

@@ -1,4 +1,4 @@
-"""Weights in files: safetensors with recipe and formulas in their metadata, and those of others; never pickles."""
+"""Weights in safetensors files: dcnet's own with recipe and formulas in the metadata, and others; never pickles."""
 
 import json
 import warnings
@@ -33,17 +33,17 @@ _EXTRAS = (*_OF_DECOUPLED, "num_batches_tracked")  # and BatchNorm
 
 
 class Origin(NamedTuple):
-    """What is known of the network that weights were saved of."""
+    """What is known about the network of saved weights."""
 
     name: str
-    operator: dict[str, Any]  # fields of recipes; empty where nothing is known
-    conversion: Conversion | None  # of a network that was plain first; of an exported one, all decoupled layers
+    operator: dict[str, Any]  # fields of recipes; empty if nothing is known
+    conversion: Conversion | None  # of a network that was plain first; for an exported one, all decoupled layers
     decoupled: str | None = None  # a tensor that only decoupled layers have
     exported: bool = False
 
 
 class Trained(NamedTuple):
-    """A trained network, what is known of it (recipe, shape, result, conversion, robustness), and its own formulas."""
+    """A trained network, its description (recipe, shape, result, conversion, robustness), and its own formulas."""
 
     model: nn.Module
     about: dict[str, Any]
@@ -59,7 +59,7 @@ def trained_by(run: Run) -> Trained:
         )
     where, own = run.recipe.pretrained, run.folder / FORMULAS
     about = {
-        "recipe": asdict(run.recipe) | {"pretrained": where and Path(where).name},  # not where it lay on this machine
+        "recipe": asdict(run.recipe) | {"pretrained": where and Path(where).name},  # without its folder
         "shape": run.shape,
         "classes": list(run.classes),
         "result": run.result,
@@ -86,10 +86,10 @@ def trained_in(path: Path, *, trust_formulas: bool = False) -> Trained:
 def save_weights(trained: Run | Trained, path: Path, bf16: bool = False) -> None:
     """Write the weights of a run's network to a file that `load` reads.
 
-    It has recipe and formulas, but no state of the optimizer.
+    The file also has recipe and formulas, but no optimizer state.
 
     Args:
-        trained: a run with its checkpoint, or a network with what is to be written about it.
+        trained: a run with its checkpoint, or a network with its description.
         path: the file, ending in .safetensors.
         bf16: write parameters in bfloat16, half as large; running averages keep their dtype.
     """
@@ -110,7 +110,7 @@ def robustness_of(run: Run) -> dict[str, Any] | None:
 
 
 def summary_of(attacks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return a summary of records of attacks, of those made on the network itself."""
+    """Return a summary of the records of attacks on the network itself."""
     records = [record for record in attacks if not record["transfer"]]
     if not records:
         return None
@@ -146,7 +146,7 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Return what a file of `save_weights` says of its network: recipe, shape, result, conversion, robustness."""
+    """Return the description of the network in a file of `save_weights`: recipe, shape, result and so on."""
     if metadata.get("format") != WEIGHTS:
         hint = ""
         if metadata.get("format") == CONVERTED:
@@ -165,20 +165,20 @@ def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def check_own_formulas(path: Path, text: str | None, recipe: Recipe, trust: bool = False) -> None:
-    """Check formulas of one's own against those known here, or execute the file's own where it is trusted."""
+    """Check the user's own formulas against those registered here, or execute those in the file if it is trusted."""
     if trust and text is not None:
         execute_source(text, f"{path}: {FORMULAS}")
     check_source(text, names_of(recipe), path, f"{path}: {FORMULAS}")
 
 
 def find_weights(name: str) -> Source:
-    """Return where weights are: a run, a file, or "library"; raise where there are none."""
+    """Return where weights are: a run, a file, or "library"; raise if there are none."""
     if name == LIBRARY:
         return LIBRARY
     path = Path(name)
     if path.is_dir():
         run = Run(path)
-        run.shape  # noqa: B018  # raises where it has no checkpoint
+        run.shape  # noqa: B018  # raises if it has no checkpoint
         return run
     if path.suffix.lower() == ".safetensors" or path.suffix.lower() in _PICKLES or path.is_file():
         _, metadata = read_weights(path)
@@ -192,7 +192,7 @@ def find_weights(name: str) -> Source:
 
 
 def origin_of(source: Source | None) -> Origin:
-    """Return what a run, or a file, says of the network that its weights are of."""
+    """Return what a run, or a file, says about the network of its weights."""
     if isinstance(source, Run):
         return Origin(str(source.folder), operator_of(source.recipe), source.conversion)
     if source is None or source == LIBRARY:
@@ -211,12 +211,12 @@ def origin_of(source: Source | None) -> Origin:
 
 
 def operator_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of a recipe that say what is decoupled, and how."""
+    """Return the fields of a recipe that say which layers are decoupled, and how."""
     return {name: getattr(recipe, name) for name in OPERATOR}
 
 
 def check_operator(recipe: Recipe, name: str, operator: dict[str, Any]) -> None:
-    """Raise where the decoupled network of this name and operator is to go on with another operator."""
+    """Raise if the recipe would continue the decoupled network of this name and operator with another operator."""
     other = [
         f"{field}={value!r} there, {getattr(recipe, field)!r} here"
         for field, value in operator.items()
@@ -229,16 +229,16 @@ def check_operator(recipe: Recipe, name: str, operator: dict[str, Any]) -> None:
 def load_weights_(model: nn.Module, source: Source) -> None:
     """Load weights into a network of the same structure.
 
-    A classifier with another number of classes keeps its new weights, and a warning says so.
+    A classifier with a different number of classes keeps its new weights, and a warning says so.
     """
     if isinstance(source, Run):
         name, tensors = str(source.folder), source.model.state_dict()
     else:
         name, tensors = str(source), read_weights(source)[0]
     there = model.state_dict()
-    if not set(tensors) & set(there) and any(f"net.{key}" in there for key in tensors):  # as their library has them
+    if not set(tensors) & set(there) and any(f"net.{key}" in there for key in tensors):  # names in their library
         tensors = {f"net.{key}": tensor for key, tensor in tensors.items()}
-    # another operator's radii and statistics stay behind
+    # leave out radii and statistics of another operator
     tensors = {k: v for k, v in tensors.items() if k in there or not k.split(".")[-1].startswith(_EXTRAS)}
     other = [key for key in tensors if key in there and tensors[key].shape != there[key].shape]
     classifier = _classifier(model)
@@ -255,13 +255,13 @@ def load_weights_(model: nn.Module, source: Source) -> None:
             stacklevel=2,
         )
         tensors |= {key: there[key] for key in other}
-    missing, unknown = model.load_state_dict(tensors, strict=False)  # decoupled layers take a plain kernel alone
+    missing, unknown = model.load_state_dict(tensors, strict=False)  # a decoupled layer needs only a kernel
     if missing or unknown:
         reasons = [f"it lacks {few(missing)}"] * bool(missing) + [f"the network has no {few(unknown)}"] * bool(unknown)
         raise ValueError(f"pretrained={name!r} does not fit the recipe's network: {'; '.join(reasons)}")
 
 
 def _classifier(model: nn.Module) -> str:
-    """Return the name of the last linear layer or convolution, which gives the logits."""
+    """Return the name of the last linear layer or convolution, which computes the logits."""
     kinds = (nn.Linear, nn.Conv2d)
     return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1]  # type: ignore[no-any-return]

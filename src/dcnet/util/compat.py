@@ -1,6 +1,6 @@
-"""Every private name of PyTorch and Triton that we depend on, with the versions it was seen in.
+"""Every private name of PyTorch and Triton that this package uses, with the versions that have it.
 
-A release that drops one of them breaks this file and no other. Seen in torch 2.11 and 2.13, Triton 3.6 and 3.7.
+A release that drops one of them breaks only this file. Checked with torch 2.11 and 2.13, Triton 3.6 and 3.7.
 """
 
 import ast
@@ -24,7 +24,7 @@ __all__ = ["BatchNorm", "LazyConvXdMixin"]
 
 
 def recorded_by_jit() -> bool:
-    """Tell whether torch.jit.trace writes down what is computed; sizes are then tensors, not to be looked at."""
+    """Tell whether torch.jit.trace is recording; sizes are then tensors, whose values code must not read."""
     return not torch.compiler.is_compiling() and torch._C._is_tracing()
 
 
@@ -34,12 +34,12 @@ def function_transform_active() -> bool:
 
 
 def only_ordinary_operations() -> bool:
-    """Tell whether somebody is watching who cannot see into an autograd function of our own.
+    """Tell whether a tracer or transform is active that cannot handle custom autograd functions.
 
-    Some back ends of torch.compile lose the second derivative of an autograd function without a word; function
-    transforms (vmap, jvp, …) and forward-mode differentiation need rules that ordinary operations have; torch.jit.trace
-    and what is made of it (TensorBoard's graphs, counts by fvcore, the old ONNX exporter) cannot look into a function;
-    make_fx records operations, and fake tensors have no numbers to look at.
+    Some back ends of torch.compile silently lose the second derivative of an autograd function. Function transforms
+    (vmap, jvp, …) and forward-mode differentiation need rules, which only ordinary operations have. torch.jit.trace and
+    its users (TensorBoard's graphs, counts by fvcore, the old ONNX exporter) cannot follow a function. make_fx records
+    operations, and fake tensors have no values.
     """
     if recorded_by_jit():
         return True
@@ -60,20 +60,20 @@ def backward_pass() -> int:
 
 
 def recomputing() -> bool:
-    """Tell whether this forward runs inside a backward: activation checkpointing repeats what has been counted."""
+    """Tell whether this forward pass runs inside a backward pass: activation checkpointing repeats counted batches."""
     return backward_pass() != -1
 
 
 def release_saved_tensors(ctx: Any) -> None:
-    """Let go, within an autograd function's backward, of what its forward saved; not if backward may run again."""
+    """Free, within an autograd function's backward, what its forward saved, unless backward may run again."""
     ctx.maybe_clear_saved_tensors()
 
 
 def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
-    """Return, within an autograd function's backward, for each of its inputs whether anybody waits for the gradient.
+    """Return, within an autograd function's backward, for each of its inputs whether its gradient will be used.
 
-    `ctx.needs_input_grad` is also true for kernels when only the gradient of an image is asked for, as by every attack;
-    nodes in C++ know it and save a convolution.
+    `ctx.needs_input_grad` is also true for kernels if only the gradient of an image is asked for, as by every attack.
+    Nodes in C++ know the difference, and save a convolution.
     """
     nodes = (node for node, _ in ctx.next_functions if node is not None)  # one for each True below, in order
     return tuple(needed and _will_run(next(nodes)) for needed in ctx.needs_input_grad)
@@ -87,22 +87,22 @@ def _will_run(node: Any) -> bool:
 
 
 def is_grads_batched(gradient: Tensor) -> bool:
-    """Tell whether a gradient is a batch of gradients (`is_grads_batched=True`), which no buffer can hold."""
+    """Tell whether a gradient is a batch of gradients (`is_grads_batched=True`), which has no data to write to."""
     return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def compiled_model(module: nn.Module) -> nn.Module | None:
-    """Return the model that torch.compile has wrapped; None where it has not.
+    """Return the model that torch.compile has wrapped; None for other modules.
 
-    By names (2.11, 2.13): its class would have to be imported with all of Dynamo.
+    It compares names (2.11, 2.13), since importing the wrapper's class would import all of Dynamo.
     """
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def hooked(module: nn.Module) -> bool:
-    """Tell whether hooks may change what goes into a module or comes out of it, or the gradients there.
+    """Tell whether a module has to be called, since its input, output or gradients may otherwise be different.
 
-    So may a forward that was put on the module itself; and `module.compile()` wants it to be called.
+    This is so with hooks, with a forward that was set on the module itself, and after `module.compile()`.
     """
     if "forward" in module.__dict__ or module._compiled_call_impl is not None:
         return True
@@ -126,7 +126,7 @@ def lerp_all_(tensors: list[Tensor], others: list[Tensor], weight: float) -> Non
 def parameter(module: nn.Module, name: str) -> Any:
     """Return a parameter of a module, as the attribute of that name would.
 
-    An attribute is slow: Python looks everywhere else first, in all classes of the module, before it asks nn.Module.
+    The attribute is slow: Python first searches all classes of the module before it asks nn.Module.
     """
     own = module._parameters
     return own[name] if name in own else getattr(module, name)
@@ -154,7 +154,7 @@ def raw_stream(x: Tensor) -> int:
 
 
 def direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return what launches a compiled Triton kernel, and its arguments between the stream and the kernel's own.
+    """Return the launch function of a compiled Triton kernel, and its arguments between the stream and the kernel's.
 
     The three None are metadata and hooks for Triton's profiler.
     """
@@ -175,7 +175,7 @@ def launch_facts(compiled: Any) -> tuple[int, int, int, tuple[Any, ...]] | None:
 
 
 class KernelCompilers:
-    """Threads in which Triton kernels compile side by side, and are loaded: Triton 3.6 builds C for that, each time.
+    """Threads in which Triton kernels are compiled in parallel, and loaded, for which Triton 3.6 compiles C each time.
 
     A kernel that cannot be compiled raises when it is launched, not here.
     """
@@ -197,7 +197,7 @@ class KernelCompilers:
             yield False
             return
         with self._lock:
-            if self._mode is None:  # one for all, which compiles what several layers need once
+            if self._mode is None:  # shared, so that a kernel for several layers is compiled once
                 self._mode = AsyncCompileMode(_Loading(self.workers), ignore_errors=True)
             mode = self._mode
         token = active_mode.set(mode)
@@ -226,7 +226,7 @@ class KernelCompilers:
 
 
 class _Loading(ThreadPoolExecutor):
-    """Runs functions that return compiled kernels, and loads these on the device that is current at the submission."""
+    """Runs functions that return compiled kernels, and loads these on the device that was current at submission."""
 
     def submit(self, compile_kernel: Any, /, *_: Any, **__: Any) -> Any:
         if not torch.cuda.is_available():
@@ -257,7 +257,7 @@ def kernel_launch_address() -> int:
     return address
 
 
-# Where a node of Inductor's graphs keeps what its arguments were in eager mode, to choose memory orders by (2.11)
+# The key under which a node of Inductor's graphs stores its arguments in eager mode, which decide memory orders (2.11)
 EAGER_INPUTS = "eager_input_vals"
 
 
@@ -265,9 +265,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def constant_in_graphs(function: _Function) -> _Function:
-    """Let torch.compile take the results of a function as they are, as `torch.compiler.assume_constant_result` does.
+    """Let torch.compile treat the results of a function as constants, like `torch.compiler.assume_constant_result`.
 
-    That one imports the whole compiler.
+    Unlike that, this does not import the whole compiler.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
@@ -286,7 +286,7 @@ def rewrite_in_inductor(operator: Any, rewrite: Callable[[Any], None]) -> None:
 def without_annotations(function: Any) -> Any:
     """Return a Triton function with the annotations of its arguments dropped.
 
-    Triton's compiler looks names in annotations up as if they were part of the arithmetic. The interpreter does not.
+    Triton's compiler looks up the names in annotations as if they were used in the code. The interpreter does not.
     """
     if not hasattr(function, "_unsafe_update_src"):
         return function

@@ -33,10 +33,10 @@ class NoCompiler(CannotBuild):
 
 
 def build_cpp_module(name: str, sources: Mapping[str, str], main: str) -> Any:
-    """Return the extension module of that name, built from sources by path, of which `main` includes the others.
+    """Return the extension module of that name, built from sources by path; `main` is the one that includes the others.
 
-    It is kept in the cache folder, by what it was built from and with. Raise `CannotBuild` with the command and the
-    first lines of what the compiler said.
+    It is kept in the cache folder, under a hash of its sources, options and versions. Raise `CannotBuild` with the
+    command and the first lines of the compiler's output.
     """
     compiler = _compiler()
     options = _options()
@@ -92,7 +92,7 @@ def _version(*compiler: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """Return what the command says; it is stopped where this process ends first."""
+    """Return the output of the command, which is stopped if this process ends first."""
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

@@ -17,8 +17,8 @@ _PART = ".part"
 def write_atomically(path: Path, data: bytes) -> None:
     """Write the file so that it appears whole or not at all, whenever the process or the machine is stopped.
 
-    The data goes into a temporary file of its own name first, so that two processes never write into one. What is not
-    an ordinary file, such as /dev/stdout, is written to directly.
+    The data first goes into a temporary file with a unique name, so that two processes never write into the same one.
+    Special files, such as /dev/stdout, are written directly.
     """
     with naming(path):
         target = Path(os.path.realpath(path))  # a link stays a link
@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise where nothing can be added to the file: before a long computation rather than after it."""
+    """Raise if the file cannot be written, before a long computation instead of after it."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; possible: a file, such as {path / 'NAME'}")
     try:
@@ -49,7 +49,7 @@ def check_writable(path: Path) -> None:
             with path.open("ab"):
                 return
         folder = next(folder for folder in path.absolute().parents if folder.exists())
-        with tempfile.TemporaryFile(dir=folder):  # and no folder is made yet
+        with tempfile.TemporaryFile(dir=folder):  # missing folders are not made yet
             pass
     except OSError as error:
         raise ValueError(f"nothing can be written into {path}: {error.strerror or error}") from error
@@ -74,13 +74,13 @@ def append_line(path: Path, line: str) -> None:
 
 
 def remove_partial(path: Path) -> None:
-    """Remove what killed writes of this file have left behind; only for a file that nobody else can be writing."""
+    """Remove temporary files that killed writes of this file left behind; nobody else may be writing it now."""
     for left in path.parent.glob(f".{_literally(path.name[:200])}.*{_PART}"):
         left.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in the folder."""
+    """Wait until the disk has the folder's list of names."""
     if os.name == "nt":  # where a folder cannot be opened
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -92,7 +92,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Make an error of the operating system name the file: a full disk's, for one, does not."""
+    """Make errors of the operating system name the file; that of a full disk, for example, does not."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time, named to the others, and void when that process is gone."""
+"""A lock on a folder: for one process at a time, whose name others see; it ends with the process."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ except ImportError:  # Windows
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_HELD: set[str] = set()  # by this process, which the operating system would let in twice
+_HELD: set[str] = set()  # by this process; the operating system would let a process lock a file twice
 
 
 class InUse(RuntimeError):
@@ -27,10 +27,10 @@ class InUse(RuntimeError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder; raise `InUse` where one is in it.
+    """Keep other processes out of the folder; raise `InUse` if one is in it.
 
-    The lock is the operating system's, on a file `.lock` in the folder that says who holds it: whatever ends the
-    process ends the lock. It belongs to the process, not to those that it starts.
+    The lock is the operating system's, on a file `.lock` in the folder, whose text says who holds it. It ends with the
+    process, however that ends. Processes that this one starts do not hold it.
     """
     path = folder / LOCK
     name = os.path.realpath(path)
@@ -44,7 +44,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         _HELD.discard(name)
-        # removed while it is held: who waits for this file sees that it is not there any more
+        # removed while it is locked: a process that opened this file before sees that it is gone
         path.unlink(missing_ok=True)
         os.close(handle)
 
@@ -68,7 +68,7 @@ def _locked_file(path: Path, folder: Path) -> int:
                 return handle
             os.close(handle)
             raise
-        os.close(handle)  # the one who held it has removed it since we opened it
+        os.close(handle)  # the previous holder removed it after it was opened here
 
 
 def _lock(handle: int) -> None:
@@ -82,7 +82,7 @@ def _ourselves() -> dict[str, Any]:
 
 
 def _read(handle: int) -> dict[str, Any]:
-    """Return who holds the lock; nothing where they have not written it down yet."""
+    """Return who holds the lock; empty if the file does not say so yet."""
     try:
         found = json.loads(os.pread(handle, 1000, 0))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Where and with what a result came about: device, versions, commit."""
+"""How a result was computed: device, versions, commit."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ import torch
 
 
 def provenance(device: torch.device) -> dict[str, str]:
-    """Return what a record says about how it was made."""
+    """Return the provenance to store in a record."""
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -30,15 +30,15 @@ def provenance(device: torch.device) -> dict[str, str]:
 
 
 def code_hash(folder: Path) -> str:
-    """Return a number that is another one when a Python file in the folder is another one."""
+    """Return a hash of the Python files in the folder."""
     sources = sorted((path.name, path.read_bytes()) for path in folder.glob("*.py"))
     return hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
 
 
 def commit() -> str:
-    """Return the commit of the source, with a + if it was changed since.
+    """Return the commit of the source, with a + if there are changes since.
 
-    Outside a repository, what DCNET_COMMIT says, or nothing.
+    Outside a repository, return the value of DCNET_COMMIT, or "".
     """
     where = Path(__file__).parent
     try:

@@ -1,4 +1,4 @@
-"""A guess at what a misspelled word was meant to be."""
+"""A guess at the meaning of a misspelled word."""
 
 import difflib
 import re
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean …?' where something known looks like the word, else ''.
+    """Return ' Did you mean …?' if a known word looks like this one, else ''.
 
-    What has the same numbers comes first: bfloat16 is bf16 rather than float32.
+    Words with the same numbers come first: bfloat16 is bf16 rather than float32.
     """
     names, numbers = list(known), re.findall(r"\d+", word)
     same = [name for name in names if numbers and re.findall(r"\d+", name) == numbers]

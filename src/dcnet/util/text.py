@@ -1,10 +1,10 @@
-"""Names and messages as a terminal, a page or a figure can show them."""
+"""Make names and messages fit for a terminal, a page or a figure."""
 
 import unicodedata
 from collections.abc import Sequence
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_DIRECTIONS = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}  # which turn around what follows them
+_DIRECTIONS = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}  # change the direction of the text after them
 
 
 def valid(text: str) -> str:
@@ -21,7 +21,7 @@ def printable(text: object, keep: str = "") -> str:
 
 
 def _only_bytes(text: str) -> bool:
-    """Return whether surrogates stand for bytes, as Python has them in names of files."""
+    """Return whether surrogates only stand for bytes, as in Python's names of files."""
     return not any("\ud800" <= letter <= "\udc7f" or "\udd00" <= letter <= "\udfff" for letter in text)
 
 

@@ -25,7 +25,7 @@ class Division(NamedTuple):
     stages: int  # how many tiles a program loads ahead
 
 
-# Programs for each multiprocessor, elements of a tile, warps, stages: the best of some twenty settings on an H200.
+# Programs for each multiprocessor, elements of a tile, warps, stages: the best of about twenty settings on an H200.
 # Large tiles are for passes over 16-bit maps whose values fit into registers.
 _SMALL = (3, 2048, 4, 3)
 _LARGE = (2, 4096, 4, 3)
@@ -78,7 +78,7 @@ class Tiles:
         self.radius_row = sum(rows[:1]) if has["radius"] else -1
         self.mean_parts = mean_parts(kernels // o.groups)
         large = _LARGE if half else _SMALL
-        alone = half and o.follows != STATISTICS and not depthwise  # depthwise layers load as many norms
+        alone = half and o.follows != STATISTICS and not depthwise  # depthwise tiles also load norms of that size
         self.reduced = 3 if o.activation == PRELU else 2  # sums of the reduction
         self.statistics = self._divide(*(_READING if half else _SMALL))
         self.output = self._divide(*(_ALONE if alone else large))

@@ -18,7 +18,7 @@ static float inverse_of(float n) { return n == 0.0f ? 0.0f : 1.0f / n; }
 
 #if BY_CHANNEL || FEW_POSITIONS
 
-/* Each number of a vector as many times as there are positions. */
+/* Repeat each number of a vector once for each position. */
 static const float *spread_out(const float *vector, long kernels, long few, float *to) {
     for (long k = 0; k < kernels; k++)
         for (long i = 0; i < few; i++) to[k * few + i] = vector[k];

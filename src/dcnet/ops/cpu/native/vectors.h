@@ -1,4 +1,4 @@
-/* Vectors of as many floats as BYTES hold, for loops that a compiler does not vectorize well by itself. */
+/* Vectors of BYTES bytes, for loops that a compiler does not vectorize well by itself. */
 
 #ifdef __AVX__
 #include <immintrin.h>
