@@ -1,8 +1,10 @@
 """`fuse_`: BatchNorm and activation in a convolution's pass, in other people's models; same results, keys and hooks."""
 
 import copy
+import functools
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -261,12 +263,15 @@ def test_several_threads_use_one_model():
             super().__init__()
             self.conv, self.bn, self.act = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.SiLU()
 
-        def forward(self, x, between=lambda: None):
+        def forward(self, x):
             y = self.conv(x)
-            between()
+            between.pop()()
             return self.act(self.bn(y))
 
-    net = Waits().eval()
+    def nothing():
+        pass
+
+    net, between = Waits().eval(), [nothing] * 3
     dcnet.decouple_(net, fuse=False)
     x = torch.randn(2, 6, 8, 8)
     expected = net(x)
@@ -278,7 +283,8 @@ def test_several_threads_use_one_model():
         thread.start()
         thread.join()
 
-    torch.testing.assert_close(net(x, elsewhere), expected, rtol=1e-5, atol=1e-6)
+    between[:] = [nothing, elsewhere]
+    torch.testing.assert_close(net(x), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -716,3 +722,87 @@ def test_checkpoints_of_a_convolution_without_its_norm(momentum, reentrant):
         torch.testing.assert_close(one, other, msg=name)
     for (name, one), other in zip(net.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+class Features(nn.Module):
+    """Code that torch.fx cannot record for good, and that gives an intermediate result away when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.ReLU()
+        self.features, self.take, self.mode, self.calls, self.log = False, [1], "end", 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.log.append("called")
+        y = self.conv(x)
+        z = self.act(self.bn(y))
+        all_of_them = (y, z) if self.mode == "end" else (y, y)
+        return (z, y) if self.features else tuple(all_of_them[i] for i in self.take)
+
+
+def _another_forward(self, x):
+    y = self.conv(x)
+    return self.act(self.bn(y)), y
+
+
+def _wrapped(model):
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*arguments):
+        return plain(*arguments)
+
+    return forward
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "inside"])
+@pytest.mark.parametrize("example", [torch.randn(2, 6, 8, 8), None], ids=["run", "traced"])
+@pytest.mark.parametrize(
+    ("change", "stays"),
+    [
+        (lambda m: setattr(m, "features", True), False),
+        (lambda m: setattr(m, "take", (0, 1)), False),
+        (lambda m: m.take.insert(0, 0), False),
+        (lambda m: setattr(m, "mode", "start"), False),
+        (lambda m: setattr(m, "forward", types.MethodType(_another_forward, m)), False),
+        (lambda m: setattr(m, "forward", _wrapped(m)), True),
+        (lambda m: m.train(), True),
+        (lambda m: setattr(m, "name", "another"), True),
+    ],
+    ids=["flag", "tuple", "list", "name", "forward", "wrapped", "mode", "unknown"],
+)
+def test_settings_that_change_later(change, stays, example, inside):
+    """Where they choose which results code gives away; what code counts and keeps has no part in that."""
+    net = nn.Sequential(nn.Identity(), Features()).eval() if inside else Features().eval()
+    reference, x = copy.deepcopy(net), torch.randn(2, 6, 8, 8)
+    dcnet.decouple_(reference, fuse=False)
+    dcnet.decouple_(net, example_input=example)
+    inner = net[1] if inside else net
+    assert inner.conv.fusion is not None
+    for when in ("before", "after"):
+        torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+        assert inner.conv.fusion.finishes(inner.conv) is (stays or when == "before")
+        for model in (net, reference):
+            change(model[1] if inside else model)
+    torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_that_the_example_does_not_give():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+
+        def forward(self, x, features=False):
+            y = self.conv(x)
+            return (self.bn(y), y) if features else self.bn(y)
+
+    class Scaled(Optional):
+        def forward(self, x, scale=1.0):
+            return self.bn(self.conv(x)) * scale
+
+    x = torch.randn(2, 6, 8, 8)
+    why = "the code around may be called with other arguments than in the example: features"
+    assert dcnet.decouple_(Optional(), example_input=x).fused.left == {"conv": why}
+    assert dcnet.decouple_(Scaled(), example_input=x).fused.fused == {"conv": ["bn"]}  # which torch.fx sees is the same

@@ -31,6 +31,34 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "surroundings: settings",
+        "layers/surroundings.py",
+        "            if now is not value and not (",
+        "            if False and not (",
+        "test_fuse.py",
+    ),
+    Mutant(
+        "surroundings: another forward",
+        "layers/surroundings.py",
+        "return self.forward is None or self._runs_forward()",
+        "return True",
+        "test_fuse.py",
+    ),
+    Mutant(
+        "surroundings: what code changes itself is a setting",
+        "layers/surroundings.py",
+        "for name, value in after[one].items() if before[one].get(name) == value}",
+        "for name, value in after[one].items()}",
+        "test_fuse.py",
+    ),
+    Mutant(
+        "surroundings: other arguments",
+        "layers/fuse.py",
+        "if others and not _is_traced(model, name, seen):",
+        "if False:",
+        "test_fuse.py",
+    ),
+    Mutant(
         "functions that join: the slope of leaky_relu",
         "layers/fused_code.py",
         'slope = options.pop("negative_slope", 0.01)',

@@ -20,8 +20,9 @@ from dcnet.layers.following import (
 from dcnet.layers.fused_code import rewritten_code
 from dcnet.layers.fusion import Fusion, Place
 from dcnet.layers.post_ops import FUSED_NORMS
-from dcnet.layers.readers import END, look
+from dcnet.layers.readers import END, Seen, look
 from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
+from dcnet.layers.surroundings import other_arguments, settings_of, surroundings_of
 from dcnet.layers.types import ExampleInput, Model
 from dcnet.ops import ONLY
 
@@ -87,18 +88,24 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
         report.left[""] = "the model itself"
     if not wanted:
         return report
+    before = settings_of(model)
     seen, why = look(model, example_input)
     if why:
         return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules, after = dict(model.named_modules(remove_duplicate=False)), settings_of(model)
     for name in wanted:
         norm, activation, reason = _checked(seen.chains.get(name, []), modules, counts, seen.calls)
         followers = [one for one in (norm, activation) if one is not None]
         if not followers:
             report.left[name] = reason
             continue
+        others = other_arguments([name, *followers], modules) if example_input is not None else ""
+        if others and not _is_traced(model, name, seen):
+            report.left[name] = f"the code around may be called with other arguments than in the example: {others}"
+            continue
         crossed = tuple(modules[one] for one in crossed_by([name, *followers]))
-        fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""), crossed)
+        around = surroundings_of([name, *followers], modules, before, after)
+        fusion = Fusion(name, places[name], places.get(norm or ""), places.get(activation or ""), crossed, around)
         for one in followers:
             _follow(modules[one], fusion)
         wanted[name].fusion = fusion
@@ -119,6 +126,15 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
                 texts.append(joined.written if joined.written.endswith("()") else prefix + joined.written)
             fused += texts if "an addition" not in fused and texts != fused[-1:] else []
     return report
+
+
+def _is_traced(model: nn.Module, name: str, seen: Seen) -> bool:
+    """Tell whether torch.fx sees a layer's result take the same way whatever the arguments are."""
+    traced, why = look(model)
+    here, there = (
+        [one for one in chains.get(name, []) if not one.startswith(END)] for chains in (seen.chains, traced.chains)
+    )
+    return not why and here == there
 
 
 def _let_functions_join(model: nn.Module, layers: dict[str, Decoupled], places: dict[str, Place]) -> None:

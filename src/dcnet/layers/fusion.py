@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dcnet.layers.following import Following, activation_of
 from dcnet.layers.post_ops import post_ops_of
+from dcnet.layers.surroundings import Surroundings
 from dcnet.ops import ONLY, PostOps
 from dcnet.util.compat import backward_pass, hooked
 
@@ -59,6 +60,7 @@ class Fusion:
     norm: Place | None
     activation: Place | None = None
     crossed: tuple[nn.Module, ...] = ()  # modules that contain some of these, but not all
+    around: tuple[Surroundings, ...] = ()  # the code that calls them, where nothing else checks that it is the same
     within: Any = None  # the module whose rewritten code calls the convolution (`layers/rewritten.py`)
     waiting: _Waiting = field(default_factory=_Waiting)
     warned: bool = False
@@ -105,7 +107,7 @@ class Fusion:
         """
         within = self.within
         elsewhere = within is not None and (within.fused_code is not None or within.code_is_due)
-        return not elsewhere and self.holds(conv)
+        return not elsewhere and self.holds(conv) and all(one.hold() for one in self.around)
 
     def takes(self, conv: Any, x: Tensor) -> bool:
         """Tell whether x is a batch: in other inputs, a norm may see another dimension as the channels."""
@@ -226,7 +228,8 @@ class Fusion:
         return self.waiting.result is not None and self.waiting.result() is x
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"norm_waits": False, "activation_waits": False}
+        # a part that is copied shall not take along what is around it
+        state = self.__dict__ | {"norm_waits": False, "activation_waits": False, "around": ()}
         del state["waiting"]
         return state
 
