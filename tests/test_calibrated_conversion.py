@@ -288,6 +288,55 @@ def test_kernels_of_layers_that_are_not_converted_keep_their_length():
     assert "transposed convolutions have no decoupled twin and stay as they are: other" in report.notes
 
 
+class Read(Tied):
+    """The same, as a function."""
+
+    def __init__(self):
+        super().__init__()
+        del self.other
+
+    def forward(self, x):
+        return nn.functional.conv_transpose2d(self.conv(x).relu(), self.conv.weight)
+
+
+def test_kernels_that_other_code_reads_keep_their_length():
+    model = Read()
+    before = model.conv.weight.detach().clone()
+    report = dcnet.decouple_(model, "tanh", calibrate=batches())
+    assert torch.equal(model.conv.weight, before)
+    assert any("no BatchNorm follows conv, and the length" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("magnitude", ["linear", "tanh"])
+def test_an_output_that_is_given_away_keeps_its_scale(magnitude, keeps):
+    """The BatchNorm behind it does not see all of it."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.kept = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), None
+
+        def forward(self, x):
+            y = self.conv(x)
+            if keeps:
+                self.kept = y
+                return self.norm(y)
+            return self.norm(y), y
+
+    plain = Two().eval()
+    with torch.no_grad():
+        plain.conv.weight.mul_(4.0)
+    model = copy.deepcopy(plain)
+    dcnet.decouple_(model, magnitude, calibrate=batches())
+    with torch.no_grad():
+        found = [
+            one.kept if one(batches()[0]) is not None and keeps else one(batches()[0])[1] for one in (model, plain)
+        ]
+    ratio = found[0].std((0, 2, 3)) / found[1].std((0, 2, 3))
+    torch.testing.assert_close(ratio, torch.ones(8), rtol=0.05, atol=0.0)
+
+
 def test_a_hook_on_a_layer_keeps_its_length():
     """What it does with the output need not be in proportion."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))

@@ -347,6 +347,29 @@ def test_kernels_that_others_need_stay():
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 
+class Autoencoder(nn.Module):
+    """The way back takes the kernels of the way there."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.enc = dcnet.DecoupledConv2d(3, 8, 3, padding=1, magnitude="linear")
+        with torch.no_grad():
+            dcnet.project_weights_(self.enc, scale)
+
+    def forward(self, x):
+        return nn.functional.conv_transpose2d(self.enc(x).relu(), self.enc.weight, padding=1)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("example", [True, False])
+def test_kernels_that_other_code_reads_stay(example, fold):
+    model, x = Autoencoder(2.0).eval(), torch.randn(2, 3, 6, 6)
+    before = model(x)
+    why = {"enc": "other code reads its kernels, which needs them as they are"}
+    assert dcnet.couple_(model, fold, x if example else None).left == why
+    assert torch.equal(model(x), before)
+
+
 def test_a_forward_of_its_own_stays():
     class Doubled(dcnet.DecoupledConv2d):
         def forward(self, x):

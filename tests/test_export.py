@@ -273,6 +273,32 @@ def test_a_forward_of_its_own_is_exported(tmp_path):
     dcnet.export(model, tmp_path / "model.pt2", example_input=x)  # compares
 
 
+@pytest.mark.parametrize("outputs", [5, 6])
+def test_norms_of_tokens_are_not_folded(tmp_path, outputs):
+    """Behind a linear layer over tokens BatchNorm1d normalizes tokens, of which there may be as many as features."""
+    norm = nn.BatchNorm1d(5)
+    nn.init.normal_(norm.running_mean)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    model, x = nn.Sequential(dcnet.DecoupledLinear(12, outputs), norm).eval(), torch.randn(4, 5, 12)
+    ready = prepare(model, x)
+    assert isinstance(ready[1], nn.BatchNorm1d)
+    torch.testing.assert_close(ready(x), model(x))
+
+
+def test_kernels_that_other_code_reads_are_named(tmp_path):
+    class Autoencoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc = dcnet.DecoupledConv2d(3, 8, 3)
+
+        def forward(self, x):
+            return nn.functional.conv_transpose2d(self.enc(x), self.enc.weight)
+
+    with pytest.raises(ValueError, match=r"other code reads the kernels of layer 'enc'.*take a parameter of its own"):
+        dcnet.export(Autoencoder().eval(), tmp_path / "model.pt2", example_input=torch.randn(2, 3, 8, 8))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_kernels_that_a_hook_computes(tmp_path):
     """They are a result of autograd, which cannot be copied, until the model has run without gradients."""

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import io
 import pickle
 import threading
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -630,6 +632,51 @@ def test_results_that_the_model_keeps(where, within, example):
         model(x)
     kept, expected = (model.kept[where][0] if within else model.kept[where] for model in (net, reference))
     torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
+
+
+LOOKS = {
+    "numpy": lambda y: y.detach().numpy(),
+    "list": lambda y: y.tolist(),
+    "array": lambda y: np.asarray(y.detach()),
+    "text": str,
+    "number": lambda y: y.mean().item(),
+    "one number": lambda y: float(y[0, 0, 0, 0]),
+    "comparison": lambda y: torch.equal(y, y),
+    "file": lambda y: torch.save(y, io.BytesIO()),
+    "address": lambda y: y.data_ptr(),
+    "shape": lambda y: (
+        y.shape,
+        y.size(),
+        y.dtype,
+        y.dim(),
+        y.numel(),
+        y.device,
+        len(y),
+        y.stride(),
+        y.is_contiguous(),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_code_that_looks_at_a_result(what):
+    """Whatever comes of it; its shape is no part of it."""
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+
+        def forward(self, x):
+            y = self.conv(x)
+            LOOKS[what](y)
+            return self.bn(y)
+
+    report = dcnet.decouple_(Looks(), example_input=torch.randn(2, 6, 8, 8)).fused
+    if what == "shape":
+        assert report.fused == {"conv": ["bn"]}
+    else:
+        assert report.left == {"conv": "its result is read by the code of Looks"}
 
 
 @pytest.mark.parametrize("asks", ["requires_grad", "grad_fn"])

@@ -163,3 +163,17 @@ def test_function_transforms():
         dual = torch.autograd.forward_ad.make_dual(w, direction)
         tangent = torch.autograd.forward_ad.unpack_dual(loss(dual, x[0])).tangent
     torch.testing.assert_close(tangent, forward)
+
+
+def test_transforms_of_layers_in_training_mode_say_what_to_do():
+    layer, x = dcnet.DecoupledConv2d(2, 3, 3), torch.randn(4, 2, 5, 5)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters, image):
+        return torch.func.functional_call(layer, parameters, (image.unsqueeze(0),)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    with pytest.raises(RuntimeError, match=r"moves the running average of E.*call model\.eval\(\) first"):
+        per_sample(parameters, x)
+    layer.eval()
+    assert per_sample(parameters, x)["weight"].shape == (4, 3, 2, 3, 3)

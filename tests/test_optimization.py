@@ -69,6 +69,20 @@ def test_weighted_operators_are_refused(tool):
         dcnet.WeightProjection(net, optimizer)
 
 
+@pytest.mark.parametrize("tool", [dcnet.project_weights_, dcnet.weight_gradients_])
+def test_kernels_that_other_layers_share_are_refused(tool):
+    """A plain layer's output depends on their norm."""
+    net = nn.ModuleDict({"embedding": nn.Embedding(11, 8), "head": dcnet.DecoupledLinear(8, 11)})
+    net["head"].weight = net["embedding"].weight
+    before = net["head"].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"layer 'head', which are also those of 'embedding' \(Embedding\).*'!head'"):
+        tool(net)
+    assert torch.equal(net["head"].weight, before)
+    twins = nn.Sequential(dcnet.DecoupledLinear(8, 8), dcnet.DecoupledLinear(8, 8))
+    twins[1].weight = twins[0].weight
+    tool(twins)
+
+
 def test_weight_projection_counts_steps():
     net = network()
     optimizer = torch.optim.SGD(

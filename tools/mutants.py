@@ -31,6 +31,41 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "couple_: kernels that other code reads",
+        "layers/couple.py",
+        "for name in sorted(changed & seen.read):",
+        "for name in ():",
+        "test_couple.py",
+    ),
+    Mutant(
+        "calibration: kernels that other code reads",
+        "layers/calibrate.py",
+        "if observed.hooked or observed.kernels_read:",
+        "if observed.hooked:",
+        "test_calibrated_conversion.py",
+    ),
+    Mutant(
+        "calibration: outputs that are given away",
+        "layers/observe.py",
+        "            if one.output in kept:",
+        "            if False:",
+        "test_calibrated_conversion.py",
+    ),
+    Mutant(
+        "code that looks at a result",
+        "layers/running.py",
+        "for leaf in tree_leaves(result)) or _asks_for_values(func)",
+        "for leaf in tree_leaves(result))",
+        "test_fuse.py",
+    ),
+    Mutant(
+        "export: a norm over tokens",
+        "deploy/prepare.py",
+        "and output.readers == [norm] and batches[layer]:",
+        "and output.readers == [norm]:",
+        "test_export.py",
+    ),
+    Mutant(
         "surroundings: settings",
         "layers/surroundings.py",
         "            if now is not value and not (",

@@ -2,15 +2,17 @@
 
 import copy
 from collections import Counter
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dcnet.layers import couple_, decoupled_layers
 from dcnet.layers.candidates import refuse_wrapped
 from dcnet.layers.decoupled import own_forward
 from dcnet.layers.fold import rest_of
 from dcnet.layers.inference import Inference
-from dcnet.layers.running import run_once
+from dcnet.layers.readers import EVALUATION, look
+from dcnet.layers.running import hooks, run_once
 from dcnet.layers.types import ExampleInput
 from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
@@ -41,6 +43,14 @@ def prepare(model: nn.Module, example_input: ExampleInput | None = None) -> nn.M
         for layer in decoupled_layers(ready).values()
         if not layer.operator.is_inner_product and not own_forward(layer)
     ]
+    if example_input is not None:
+        seen, _ = look(ready, example_input, EVALUATION)
+        read = [name for name, layer in decoupled_layers(ready).items() if layer in left and name in seen.read]
+        if read:
+            raise ValueError(
+                f"other code reads the kernels of layer {read[0]!r}, which would be others in an exported model; "
+                "let that code take a parameter of its own"
+            )
     lean = {layer: Inference(layer).eval() for layer in left}
     if ready in lean:
         return lean[ready]
@@ -67,7 +77,15 @@ def _fold_norms(model: nn.Module, example_input: ExampleInput) -> None:
 def _followed_by_norm(model: nn.Module, example_input: ExampleInput) -> dict[Inference, nn.Module]:
     """Return the layers whose output only goes into one BatchNorm, as seen in one call of the model."""
     watched = [module for module in model.modules() if isinstance(module, Inference) or _is_foldable(module)]
-    flow, returned = run_once(model, example_input, watched)
+    batches: dict[nn.Module, bool] = {}
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> None:
+        if isinstance(layer, Inference):  # of other outputs a norm takes another dimension for the channels
+            batches[layer] = batches.get(layer, True) and y.dim() == layer.geometry.dims + 2
+
+    with hooks() as handles:
+        handles += [module.register_forward_hook(note) for module in watched]
+        flow, returned = run_once(model, example_input, watched)
     calls = Counter(one.module for one in flow.calls)
     norms = {one.input: one.module for one in flow.calls if one.input and not isinstance(one.module, Inference)}
     found = {}
@@ -76,7 +94,7 @@ def _followed_by_norm(model: nn.Module, example_input: ExampleInput) -> dict[Inf
         if not isinstance(layer, Inference) or output is None or output not in norms or output in returned:
             continue
         norm = norms[output]
-        if calls[layer] == calls[norm] == 1 and output.readers == [norm]:
+        if calls[layer] == calls[norm] == 1 and output.readers == [norm] and batches[layer]:
             found[layer] = norm
     return found
 

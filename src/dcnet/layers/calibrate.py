@@ -52,7 +52,7 @@ def calibrate_(
     scaled = {
         name
         for name, layer in layers.items()
-        if observed[name].norm is None and not observed[name].hooked and _scalable(layer, owners)
+        if observed[name].norm is None and _scalable(layer, owners, observed[name])
     }
     for name, layer in layers.items():
         if name in scaled and layer.weighting is None:
@@ -153,13 +153,15 @@ def _into_norm_(norm: BatchNorm, a: Tensor, y: Moments, f: Moments) -> None:
         norm.running_var.copy_(variance / a.square())
 
 
-def _scalable(layer: Decoupled, owners: Mapping[Tensor, int]) -> bool:
+def _scalable(layer: Decoupled, owners: Mapping[Tensor, int], observed: Observed) -> bool:
     """Tell whether scaling a layer's kernels scales only its output, if need be with `weighting="linear"`.
 
     owners: the number of modules that have a parameter.
     """
     # a subclass may compute its kernels from the weight: the length of standardized kernels is fixed
     usual = layer.weighting in (None, "linear") and type(layer) in TWINS.values()
+    if observed.hooked or observed.kernels_read:
+        return False
     return usual and owners[layer.weight] == 1  # 0 where the kernels are no parameter: weight_norm computes them
 
 

@@ -141,9 +141,13 @@ def couple_(model: nn.Module, fold: bool = True, example_input: ExampleInput | N
             f"its kernels are also those of {', '.join(map(shown, others))}, which needs them as they are"
         )
         del kernels[name]
+    changed = {name for name, kernel in kernels.items() if not torch.equal(kernel, layers[name].weight)}
     fold = fold and bool(kernels) and any(isinstance(module, BatchNorm) for module in model.modules())
-    seen, why = look(model, example_input, EVALUATION) if fold else (fused, "")
+    seen, why = look(model, example_input, EVALUATION) if fold or changed else (fused, "")
     seen = fused if why else seen
+    for name in sorted(changed & seen.read):
+        report.left[name] = "other code reads its kernels, which needs them as they are"
+        del kernels[name]
     for name, kernel in kernels.items():
         _make_plain(layers[name], kernel)
     report.coupled = list(kernels)

@@ -47,6 +47,7 @@ class Observed:
     norms: list[Tensor] = field(default_factory=list)  # a sample of n in each call, (groups, values)
     following: set[Any] = field(default_factory=set)  # BatchNorms its output goes to, and None if it goes elsewhere
     hooked: bool = False  # whether the user's hooks act on its input or output
+    kernels_read: bool = False  # whether other code reads its kernels
 
     @property
     def norm(self) -> BatchNorm | None:
@@ -92,10 +93,18 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
             mine.calls.append(here)
             mine.norms.append(_norms(layer, x))
 
+    kernels = {
+        name: flow.watch(p) for name, layer in layers.items() if (p := layer._parameters.get("weight")) is not None
+    }
+    kept: set[Made] = set()
     with flow, evaluating(model), hooks() as handles:
         handles += [layer.register_forward_hook(seen, with_kwargs=True) for layer in names]
         for x in inputs:
-            model(x)
+            outputs = model(x)
+            kept |= flow.alive  # what is returned, or stored in the model
+            del outputs
+    for name, made in kernels.items():
+        found[name].kernels_read = any(reader is not layers[name] for reader in made.readers)
     made_by: dict[Made | None, str] = {}
     fed: dict[nn.Module, set[str | None]] = {}
     for one in flow.calls:
@@ -104,6 +113,8 @@ def observe(model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor]
             made_by[one.output] = name
             readers = [] if one.output is None else one.output.readers
             found[name].following |= {reader if isinstance(reader, BatchNorm) else None for reader in readers}
+            if one.output in kept:
+                found[name].following.add(None)
         else:
             fed.setdefault(one.module, set()).add(made_by.get(one.input))
     for name, what in found.items():

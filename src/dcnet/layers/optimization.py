@@ -26,6 +26,15 @@ def unweighted(model: nn.Module, where: Selector, what: str) -> dict[str, Decoup
                 "Remove the parametrization, or leave the layer out with where=",
             )
         check_shape(name, layer)
+    mine = {layer.weight: name for name, layer in layers.items()}
+    for name, module in model.named_modules():
+        shared = [mine[p] for p in module._parameters.values() if p in mine]
+        if shared and not (isinstance(module, Decoupled) and module.weighting is None):
+            raise ValueError(
+                f"{what} changes the kernels of layer {shared[0]!r}, which are also those of {name!r} "
+                f"({type(module).__name__}), whose output depends on their norm. Leave them out with "
+                f"where={f'!{shared[0]}'!r}"
+            )
     return layers
 
 
@@ -43,7 +52,9 @@ def _sources(layer: Decoupled) -> list[str]:
 def project_weights_(model: nn.Module, scale: float = 1.0, where: Selector = None) -> list[str]:
     """Project the kernels of unweighted decoupled layers to norm s: w ← s·w/‖w‖.
 
-    The output does not depend on their norm, but the size of a step of the optimizer does. A zero kernel is left alone.
+    The output does not depend on their norm (if that is large against √eps, 0.01), but the size of a step of the
+    optimizer does. A zero kernel is left alone. Code that uses a layer's weight without calling the layer gets the
+    projected kernels too.
 
     Args:
         model: any model with decoupled layers.

@@ -14,6 +14,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dcnet.layers.types import ExampleInput
 
 _tensor: Any = Tensor
+# Ask for no value. Properties are not here: those that give no tensor never ask for one.
+_ABOUT_THE_TENSOR = {
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "stride",
+        "numel",
+        "nelement",
+        "element_size",
+        "storage_offset",
+        "get_device",
+        "type",
+    ),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared"),
+    *("is_same_size", "dim_order", "__len__", "__hash__"),
+}
 _ASKS_FOR_GRADIENTS = (_tensor.requires_grad.__get__, _tensor.grad_fn.__get__)
 
 
@@ -21,7 +38,7 @@ class Made:
     """A tensor that a module returned.
 
     readers: for every PyTorch function that read it, in order, the innermost watched module that was running, or None.
-    Functions that return no tensor, such as those for a shape, do not count. Those that ask whether it has a gradient
+    Functions that ask for no value, such as those for a shape, do not count. Those that ask whether it has a gradient
     do count: it has none here, but code that asks would use a gradient if there were one.
     """
 
@@ -103,7 +120,7 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        counts = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+        counts = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)) or _asks_for_values(func)
         if func in _ASKS_FOR_GRADIENTS:  # PyTorch's own code also asks, which does not count
             counts = not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
         if not self._paused and counts:
@@ -112,6 +129,12 @@ class Flow(TorchFunctionMode):
                 if made is not None:
                     made.readers.append(self._running[-1][0] if self._running else None)
         return result
+
+
+def _asks_for_values(func: Any) -> bool:
+    """Tell whether a function that returns no tensor looks into those that it gets."""
+    name = getattr(func, "__name__", "")
+    return name not in _ABOUT_THE_TENSOR and name not in ("__get__", "__set__")
 
 
 def run_once(

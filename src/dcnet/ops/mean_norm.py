@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcnet.util.compat import recomputing
+from dcnet.util.compat import function_transform_active, recomputing
 
 
 def _track_norm(mean: Tensor, running_norm: Tensor, num_batches_tracked: Tensor, momentum: float | None) -> None:
@@ -54,9 +54,20 @@ class BatchMean(NamedTuple):
         """Move the running average, if there is one, unless this forward is a recomputation."""
         if self.running_norm is None or self.num_batches_tracked is None:
             return
-        track = torch.ops.dcnet.track_norm if torch.compiler.is_compiling() else _track_norm
+        where = mean, self.running_norm, self.num_batches_tracked, self.momentum
         with torch.no_grad():
-            track(mean, self.running_norm, self.num_batches_tracked, self.momentum)
+            if torch.compiler.is_compiling():
+                torch.ops.dcnet.track_norm(*where)
+                return
+            try:
+                _track_norm(*where)
+            except RuntimeError as error:
+                if not function_transform_active():
+                    raise
+                raise RuntimeError(
+                    "a decoupled layer in training mode moves the running average of E{‖x‖}, which this transform of "
+                    "torch.func (vmap, grad, …) does not allow, as for BatchNorm's averages; call model.eval() first"
+                ) from error
 
 
 class _SumOverRanks(torch.autograd.Function):
