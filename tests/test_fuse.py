@@ -829,7 +829,7 @@ def test_settings_that_change_later(change, stays, example, inside):
     assert inner.conv.fusion is not None
     for when in ("before", "after"):
         torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
-        assert inner.conv.fusion.finishes(inner.conv) is (stays or when == "before")
+        assert inner.conv.fusion.fuses(inner.conv) is (stays or when == "before")
         for model in (net, reference):
             change(model[1] if inside else model)
     torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-6)
