@@ -39,7 +39,41 @@ def too_few_classes():
 
 def no_network(num_classes):
     return 7
+
+def needs_a_width(width, num_classes):
+    return nn.Linear(width, num_classes)
+
+def by_position(num_classes, /):
+    return nn.Linear(64, num_classes)
+
+def fails():
+    return helper({})
+
+def helper(settings):
+    return settings["backbone"]
+
+def fails_elsewhere():
+    import helpers_of_mine
+    return helpers_of_mine.half()
+
+class Misspelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3)
+
+    def forward(self, x):
+        return self.convolution(x)
+
+class FailsInTraining(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(*network(num_classes))
+
+    def forward(self, x):
+        if self.training:
+            raise LookupError("two classes at least")
+        return super().forward(x)
 """
+BROKEN = {"a_name": "x = nope", "a_bracket": "x = (", "an_import": "import no_such_package"}
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +88,15 @@ def trained(tmp_path_factory):
 def own(tmp_path, monkeypatch):
     """The module `networks_of_mine`, in the import path."""
     (tmp_path / "networks_of_mine.py").write_text(OWN)
+    (tmp_path / "helpers_of_mine.py").write_text("def half():\n    return 1 / 0\n")
+    for name, text in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "networks_of_mine", raising=False)
     monkeypatch.setattr("dcnet.models.external._trusted", set())
     yield tmp_path
-    sys.modules.pop("networks_of_mine", None)
+    for name in ("networks_of_mine", "helpers_of_mine"):
+        sys.modules.pop(name, None)
 
 
 def accuracy(model):
@@ -260,7 +298,7 @@ def test_a_network_of_ones_own_is_imported_only_when_it_is_named(own, monkeypatc
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("without_convolutions", "nothing to convert"),
+        ("without_convolutions", "it has no convolution, and of other libraries' networks and your own, recipes "),
         ("too_few_classes", "gives (2, 7) for 2 images; logits of shape (2, 10) are needed"),
         ("no_network", "makes a int; an nn.Module is needed"),
         ("calls", "is a list; a function or class"),
@@ -274,6 +312,63 @@ def test_networks_of_ones_own_that_do_not_fit(own, name, message):
 
 
 @pytest.mark.filterwarnings("ignore")  # of other people's packages
+@pytest.mark.parametrize(
+    ("name", "message", "where"),
+    [
+        (
+            "networks_of_mine:needs_a_width",
+            "cannot be called: missing a required argument: 'width'; offered by name are num_classes=10, "
+            "in_channels=1, input_size=8. Give other arguments a default value",
+            None,
+        ),
+        ("networks_of_mine:by_position", "missing a required argument: 'num_classes'; offered by name", None),
+        (
+            "networks_of_mine:fails",
+            "cannot be made: KeyError: 'backbone'",
+            ("networks_of_mine.py", 'return settings["backbone"]', "helper"),
+        ),
+        (
+            "networks_of_mine:fails_elsewhere",
+            "cannot be made: ZeroDivisionError: division by zero",
+            ("helpers_of_mine.py", "return 1 / 0", "half"),
+        ),
+        (
+            "networks_of_mine:Misspelled",
+            "fails on images of shape (1, 8, 8): AttributeError: 'Misspelled' object has no attribute 'convolution'",
+            ("networks_of_mine.py", "return self.convolution(x)", "forward"),
+        ),
+        (
+            "networks_of_mine:FailsInTraining",
+            "LookupError: two classes at least",
+            ("networks_of_mine.py", 'raise LookupError("two classes at least")', "forward"),
+        ),
+        ("a_name:x", "cannot be imported: NameError: name 'nope' is not defined", ("a_name.py", "x = nope", None)),
+        ("a_bracket:x", "cannot be imported: SyntaxError: '(' was never closed (a_bracket.py, line 1)", None),
+        ("an_import:x", "No module named 'no_such_package'", ("an_import.py", "import no_such_package", None)),
+    ],
+)
+@pytest.mark.parametrize("verb", ["finetune", "train"])
+def test_errors_in_the_code_of_ones_own_network(own, monkeypatch, verb, name, message, where):
+    """One line, with the place of the user's innermost frame, and no traceback."""
+    model = [name] if verb == "finetune" else ["--model", name]
+    done = command(verb, *model, "--data", "digits", "--steps", "1", "--run", own / "run", "--device", "cpu")
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)  # said, and not raised any further
+    (error,) = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert message in error
+    if where is not None:
+        file, line, function = where
+        number = [text.strip() for text in (own / file).read_text().splitlines()].index(line) + 1
+        inside = "" if function is None else f", in {function}"
+        assert f"({own / file}, line {number}{inside})" in error
+
+
+def test_errors_of_the_command_itself_are_still_raised(own, monkeypatch):
+    monkeypatch.setattr("dcnet.cli.train.train_recipe", lambda *_, **__: {}["a defect of ours"])
+    with pytest.raises(KeyError, match="a defect of ours"):
+        CliRunner().invoke(app, ["finetune", "networks_of_mine:network"], catch_exceptions=False)
+
+
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
 def test_networks_of_libraries(library, tmp_path):
     if library == "timm":

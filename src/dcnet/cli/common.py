@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from dcnet.models import error_of_own_code
 from dcnet.training import Run
 from dcnet.util.text import printable
 
@@ -115,7 +116,7 @@ def fail(error: BaseException) -> typing.NoReturn:
         sys.stdout.flush()
         if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):
             raise error  # of files that are written, errors have the names
-    say(f"error: {_words(error)}", stderr=True)
+    say(f"error: {error_of_own_code(error) or _words(error)}", stderr=True)
     raise typer.Exit(1) from error
 
 

@@ -8,7 +8,14 @@ from torch import nn
 
 from dcnet.layers.options import OtherOptions
 from dcnet.models.cnn import CNN
-from dcnet.models.external import check_logits, create_external, is_external, is_own, trust_model
+from dcnet.models.external import (
+    check_logits,
+    create_external,
+    error_of_own_code,
+    is_external,
+    is_own,
+    trust_model,
+)
 from dcnet.models.parts import LAYER_OPTIONS, Normalize, Parts
 from dcnet.models.resnet import ResNet, Root, Stage, gaussian_in_units_
 from dcnet.util.suggest import nearest
@@ -185,6 +192,7 @@ __all__ = [
     "check_logits",
     "create_external",
     "create_model",
+    "error_of_own_code",
     "is_external",
     "is_own",
     "list_models",

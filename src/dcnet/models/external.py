@@ -4,7 +4,6 @@ Names are such as timm:resnet50, torchvision:resnet18 and my_package.my_module:m
 """
 
 import importlib
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from dcnet.models.own_code import call, described, place_of
 from dcnet.models.parts import Normalize
 from dcnet.util.suggest import nearest
 
@@ -132,9 +132,19 @@ def _of_torchvision(name: str, classes: int, channels: int, pretrained: bool) ->
     return External(net, 3, Normalize(**_IMAGENET))
 
 
+def _own_names() -> set[str]:
+    """Return the names of networks of one's own that may be imported and called."""
+    return _trusted | {entry.strip() for entry in os.environ.get(TRUSTED, "").split(",") if entry.strip()}
+
+
+def error_of_own_code(error: BaseException) -> str | None:
+    """Return an error in one line, with file and line, where it comes out of the code of a network of one's own."""
+    names = _own_names()
+    return described(error, *names) if place_of(error, names) else None
+
+
 def _of_ones_own(name: str, shape: dict[str, int]) -> nn.Module:
-    allowed = _trusted | {entry.strip() for entry in os.environ.get(TRUSTED, "").split(",")}
-    if name not in allowed:
+    if name not in _own_names():
         raise ValueError(
             f"the network {name} is code of your own, which is imported and called only when you say so: "
             f"dcnet.trust_model({name!r}) in Python, {TRUSTED}={name} in the environment of a command"
@@ -144,24 +154,17 @@ def _of_ones_own(name: str, shape: dict[str, int]) -> nn.Module:
         make: Any = importlib.import_module(where)
         for part in made_by.split("."):
             make = getattr(make, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a user's file may raise
+        known = isinstance(error, ImportError | AttributeError)
+        words = f"{error}{place_of(error, [name])}" if known else described(error, name)
         hint = "; PYTHONPATH=. finds modules of the current folder" if isinstance(error, ModuleNotFoundError) else ""
-        raise ValueError(f"the network {name} cannot be imported: {error}{hint}") from error
+        raise ValueError(f"the network {name} cannot be imported: {words}{hint}") from error
     if not isinstance(make, Callable):  # type: ignore[arg-type]
         raise ValueError(f"{name} is a {type(make).__name__}; a function or class that makes the network is needed")
-    model = make(**_taken(make, shape))
+    model = call(name, make, shape)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} makes a {type(model).__name__}; an nn.Module is needed")
     return model
-
-
-def _taken(make: Any, shape: dict[str, int]) -> dict[str, int]:
-    """Return those of the arguments that the function takes."""
-    parameters = inspect.signature(make).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return shape
-    names = {parameter.name for parameter in parameters}
-    return {key: value for key, value in shape.items() if key in names}
 
 
 def _library(name: str) -> Any:
@@ -193,13 +196,17 @@ def check_logits(model: nn.Module, name: str, images: Tensor, classes: int) -> N
     modes = {module: module.training for module in model.modules()}
     try:
         logits = model.eval()(images)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"{name} does not take images of shape {tuple(images.shape[1:])}: {error}") from error
+    except Exception as error:  # whatever a user's code may raise
+        shape, own = tuple(images.shape[1:]), [name] if is_own(name) else []
+        if isinstance(error, RuntimeError | ValueError | TypeError | AssertionError):
+            words = f"{error}{place_of(error, own)}"
+            raise ValueError(f"{name} does not take images of shape {shape}: {words}") from error
+        raise ValueError(f"{name} fails on images of shape {shape}: {described(error, *own)}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if shape != (len(images), classes):
+    given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if given != (len(images), classes):
         raise ValueError(
-            f"{name} gives {shape} for {len(images)} images; logits of shape {(len(images), classes)} are needed"
+            f"{name} gives {given} for {len(images)} images; logits of shape {(len(images), classes)} are needed"
         )

@@ -117,6 +117,7 @@ def _what_to_convert(model: nn.Module, recipe: Recipe, shape: dict[str, int]) ->
     if is_external(recipe.model):
         types: tuple[type[nn.Module], ...] = CONVOLUTIONS
         layers = {name: module for name, module in model.named_modules() if isinstance(module, types)}
+        _check_convolutions(recipe, model, layers)
     else:
         types = (*CONVOLUTIONS, nn.Linear)
         twins = set(decoupled_layers(build_model(replace(recipe, where=()), shape)))
@@ -133,6 +134,19 @@ def _what_to_convert(model: nn.Module, recipe: Recipe, shape: dict[str, int]) ->
     names = {name for name in layers if not left[name.removeprefix(prefix)]}
     chosen: list[Any] = [lambda name, module: name in names]
     return {"types": types, "where": [ALL, *chosen] if selection.takes_gates else chosen}
+
+
+def _check_convolutions(recipe: Recipe, model: nn.Module, convolutions: dict[str, nn.Module]) -> None:
+    """Raise where another library's network has nothing that a recipe converts, or that is decoupled already."""
+    if convolutions or decoupled_layers(model):
+        return
+    linear = any(isinstance(module, nn.Linear) for module in model.modules())
+    others = "; in Python, dcnet.decouple_(model, types=(nn.Linear,)) converts its linear layers"
+    raise ValueError(
+        f"there is nothing to convert in {recipe.model}: it has no convolution, and of other libraries' networks and "
+        "your own, recipes convert convolutions only; possible: a network with convolutions, or magnitude=None "
+        f"(--magnitude none), which trains the plain network{others if linear else ''}"
+    )
 
 
 class _Batches:
