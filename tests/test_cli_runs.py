@@ -151,6 +151,22 @@ def test_bytes_that_are_no_text_in_a_recipe(tmp_path):
     assert call("runs", tmp_path).exit_code == 0
 
 
+def test_a_class_without_test_images_has_no_accuracy(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
+    for part in ("train", "val"):
+        for name in ("dark", "light"):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            image.new("RGB", (12, 12)).save(tmp_path / "images" / part / name / "0.png")
+    recipe = dcnet.make_recipe(data=f"imagefolder:{tmp_path / 'images'}", image_size=8, batch=2, steps=1)
+    dcnet.train(recipe, tmp_path / "run", device="cpu", quiet=True)
+    shutil.rmtree(tmp_path / "images" / "val" / "light")
+    with pytest.warns(UserWarning, match=r"no images of 1 of the 2 classes that train has \('light'\)"):
+        shown = call("evaluate", tmp_path / "run", "--device", "cpu")
+    assert shown.exit_code == 0, shown.output
+    (row,) = [line for line in shown.output.splitlines() if "light" in line]
+    assert "%" not in row
+
+
 def test_iterating(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--magnitude", "none", "--batch", "256", "--device", "cpu"]

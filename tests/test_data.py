@@ -319,6 +319,19 @@ def test_image_folder(folder, workers):
     assert torch.cat([labels for _, labels in data.test_batches(3)]).tolist() == [0, 0, 1, 1]
 
 
+def test_drawn_images_of_a_folder(folder):
+    """Those of `test_batches`, in another order, which is always the same; fewer are the first of these."""
+    data = ImageFolder(folder, CPU, size=16, workers=0)
+    (ordered, labels), (drawn, theirs) = next(data.test_batches(10)), data.drawn_test_images(4)
+    places = [int((ordered == image).flatten(1).all(1).nonzero()) for image in drawn]
+    assert sorted(places) == [0, 1, 2, 3]
+    assert places != [0, 1, 2, 3]
+    assert theirs.tolist() == labels[places].tolist()
+    fewer, their = data.drawn_test_images(3)
+    assert torch.equal(fewer, drawn[:3])
+    assert torch.equal(their, theirs[:3])
+
+
 def test_image_folder_errors(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         ImageFolder(tmp_path / "nowhere", CPU)
@@ -330,6 +343,14 @@ def test_image_folder_errors(folder, tmp_path):
     with pytest.raises(ValueError, match="has the class 'cow', which train does not have"):
         ImageFolder(folder, CPU)
     (folder / "val" / "cow").rmdir()
+    (folder / "val" / "dog").rename(folder / "dogs")
+    with pytest.warns(UserWarning, match=r"val has no images of 1 of the 2 classes that train has \('dog'\)"):
+        ImageFolder(folder, CPU)
+    (folder / "val" / "dog").mkdir()  # without images
+    with pytest.warns(UserWarning, match="the accuracy says nothing about these"):
+        ImageFolder(folder, CPU)
+    (folder / "val" / "dog").rmdir()
+    (folder / "dogs").rename(folder / "val" / "dog")
     (folder / "train" / "cat" / "0.jpeg").write_bytes(b"no image")
     with pytest.raises(OSError, match=r"0.jpeg cannot be read as an image"):
         list(ImageFolder(folder, CPU, size=16, workers=0).train_batches(0, 0, 10))

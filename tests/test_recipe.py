@@ -114,6 +114,7 @@ def test_epochs_take_the_place_of_steps():
         ({"image_size": 4}, r"image_size=4 must be ≥ 8"),
         ({"adversarial": "fgms"}, r"unknown adversarial 'fgms'. Did you mean 'fgsm'"),
         ({"adversarial_eps": 8.0}, r"adversarial_eps=8.0 must be ≥ 0 and ≤ 1"),
+        ({"data": "imagefolder:"}, r"data='imagefolder:' has no path; possible: imagefolder:PATH, imagefolder:\. for"),
         ({"learning_rate": 1.0}, r"unknown recipe field 'learning_rate'"),
     ],
 )

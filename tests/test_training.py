@@ -23,6 +23,7 @@ from dcnet.data.folder import ImageFolder
 from dcnet.training import (
     Interrupted,
     NonFiniteLoss,
+    attack_run,
     evaluate_run,
     open_trained,
     predict_run,
@@ -678,7 +679,7 @@ def test_odd_image_folders(tmp_path):
         ImageFolder(tmp_path, torch.device("cpu"))
 
 
-def test_image_folder(tmp_path):
+def test_image_folder(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image", reason="image folders need Pillow")
     for part, count in (("train", 12), ("val", 4)):
         for shade, name in enumerate(("dark", "light")):
@@ -692,6 +693,14 @@ def test_image_folder(tmp_path):
     assert run.result["test_images"] == 8
     # names of the day of training, whatever the folders are called later
     assert run.classes == ("dark", "light")
+    # attacks take test images of both classes, whatever the order of the files
+    found = attack_run(run, "fgsm", limit=3, check_images=2, check_queries=2, device="cpu")
+    assert (found["images"], found["clean"], found["check-up"]["images"]) == (3, 100.0, 2)
+    assert attack_run(run, "fgsm", device="cpu")["images"] == 8
+    monkeypatch.setattr("dcnet.training.attack._FITS", 4 * 3 * 16 * 16 * 8 - 1)
+    with pytest.raises(ValueError, match=r"images has 8 test images, 0.0 GiB at 16×16, .*: limit=1000 \(--limit"):
+        attack_run(run, "fgsm", device="cpu")
+    assert attack_run(run, "fgsm", limit=8, device="cpu")["images"] == 8
     save_weights(run, tmp_path / "weights.safetensors")
     for part in ("train", "val"):
         (tmp_path / "images" / part / "dark").rename(tmp_path / "images" / part / "shady")

@@ -35,7 +35,12 @@ def attack(
             metavar="RUN",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only this many test images, the first ones.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Only this many test images: the first ones; of an image folder drawn ones, always the same."
+        ),
+    ] = None,
     separate: Annotated[
         bool, typer.Option("--separate", help="Every attack sees all images, not only the survivors of the last.")
     ] = False,

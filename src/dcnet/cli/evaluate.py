@@ -35,7 +35,7 @@ def evaluate(
         return
     rows = []
     for name, count, right in zip(result.classes, result.counts.tolist(), result.correct.tolist(), strict=True):
-        rows.append([name, count, right, f"{100 * right / max(1, count):.2f}%"])
+        rows.append([name, count, right, f"{100 * right / count:.2f}%" if count else ""])
     show_table(("class", "images", "right", "accuracy"), rows, f"{run} on {result.data}")
     total = int(result.counts.sum())
     say(f"accuracy {result.accuracy:.2f}% ({int(result.correct.sum())} of {total}), loss {result.loss:.4f}")

@@ -4,6 +4,7 @@ The layout is PATH/train/CLASS/*.jpeg and PATH/val/CLASS/*.jpeg.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dcnet.data.order import epoch_order, of_image, share
+from dcnet.util.text import few
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp")
 _UNREADABLE = "cannot be read as an image"
+_AT_ONCE = 100  # images that a worker process hands over together
 _RESIZED = 256 / 224  # the shorter side before the crop, in crops
 
 
@@ -52,15 +55,24 @@ class ImageFolder:
         if unknown:
             raise ValueError(f"{folder} has the class {unknown[0]!r}, which train does not have")
         found: list[tuple[str, int]] = []
+        missing: list[str] = []
         for label, name in enumerate(self.classes):
             files = _images_under(folder / name)
             if not files and folder.name == "train":
                 raise FileNotFoundError(
                     f"no images of the class {name!r} under {folder / name}; possible endings: {', '.join(ENDINGS)}"
                 )
+            if not files:
+                missing.append(name)
             found += [(str(path), label) for path in files]
         if not found:
             raise FileNotFoundError(f"no images under {folder}; possible endings: {', '.join(ENDINGS)}")
+        if missing:
+            warnings.warn(
+                f"{folder} has no images of {len(missing)} of the {len(self.classes)} classes that train has "
+                f"({few(list(map(repr, missing)))}): the accuracy says nothing about these",
+                stacklevel=3,
+            )
         return found
 
     @property
@@ -88,6 +100,21 @@ class ImageFolder:
         indices = list(range(self.test_length))[share(self.test_length, rank, world)]
         groups = [indices[i : i + batch] for i in range(0, len(indices), batch)]
         yield from self._load(_Images(self._test, self.size, None), groups)
+
+    def drawn_test_images(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return this many test images in [0, 1], and their labels, all in memory; every time the same ones.
+
+        They are drawn at random and in random order, as the files are sorted by class.
+        """
+        drawn = np.random.default_rng(0).permutation(self.test_length)[:count].tolist()
+        images = torch.empty(len(drawn), self.channels, self.size, self.size, device=self.device)
+        labels = torch.empty(len(drawn), dtype=torch.int64, device=self.device)
+        done = 0
+        groups = [drawn[i : i + _AT_ONCE] for i in range(0, len(drawn), _AT_ONCE)]
+        for some, their in self._load(_Images(self._test, self.size, None), groups):
+            images[done : done + len(some)], labels[done : done + len(some)] = some, their
+            done += len(some)
+        return images, labels
 
     def _load(self, images: "_Images", groups: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         options: dict[str, Any] = {"num_workers": self.workers, "pin_memory": self.device.type == "cuda"}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.data import Resident
+from dcnet.data import ImageFolder, Resident
 from dcnet.layers import decoupled_layers
 from dcnet.robustness import EPS, check_up, evaluate
 from dcnet.training.ranks import joined
@@ -17,6 +17,7 @@ from dcnet.training.settings import tf32
 from dcnet.util.provenance import provenance
 
 STATISTICS = ("running", "batch")
+_FITS = 4 * 2**30  # bytes of images that are loaded without being asked for
 
 
 class _OfTheBatch(nn.Module):
@@ -64,7 +65,8 @@ def attack_run(
         attacks: names with parameters, as in "fgsm,pgd:steps=50:restarts=5".
         eps: the largest change of a pixel, images going from 0 to 1.
         source: another run, on whose network the adversarial images are made.
-        limit: attack only the first images, this many.
+        limit: attack only the first images, this many; of an image folder, this many that are drawn, always the same
+            ones. A folder with more than 4 GiB of test images needs it.
         cumulative: each attack sees only what survived those before it.
         predicted: attack what the network predicts, not the true labels.
         statistics: "running" averages, as the network is used, or "batch", E{‖x‖} of the batch as in training, which
@@ -87,14 +89,9 @@ def attack_run(
         raise ValueError(f"unknown statistics {statistics!r}; possible: {', '.join(STATISTICS)}")
     with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
         data = open_data(run.recipe, ranks, data_root, download)
-        if not isinstance(data, Resident):
-            raise ValueError(
-                f"{run.recipe.data} is too large to be attacked as a whole; "
-                "use dcnet.robustness.evaluate on images of it"
-            )
+        images, labels = _test_images(data, run.recipe.data, limit)
         model = run.model.to(ranks.device)
         other = None if source is None else source.model.to(ranks.device)
-        images, labels = data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
         options: dict[str, Any] = {
             "batch": batch,
             "cumulative": cumulative,
@@ -109,6 +106,18 @@ def attack_run(
             result["check-up"] = check_up(model, some, their, eps, queries=check_queries, seed=seed)
     found = {"from": _name_beside(run, source), "bf16": bf16, **provenance(ranks.device)}
     return result | found | ({"statistics": statistics} if statistics != "running" else {})
+
+
+def _test_images(data: "Resident | ImageFolder", name: str, limit: int | None) -> tuple[Tensor, Tensor]:
+    """Return the images in [0, 1] that are to be attacked, and their labels."""
+    if isinstance(data, Resident):
+        return data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
+    if limit is None and (size := 4 * data.channels * data.size**2 * data.test_length) > _FITS:
+        raise ValueError(
+            f"{name} has {data.test_length} test images, {size / 2**30:.1f} GiB at {data.size}×{data.size}, too many "
+            "to attack them all; possible: limit=1000 (--limit 1000), which attacks 1000 of them that are drawn"
+        )
+    return data.drawn_test_images(data.test_length if limit is None else limit)
 
 
 def _name_beside(run: Run, source: Run | None) -> str | None:

@@ -2,12 +2,18 @@
 
 from typing import TYPE_CHECKING
 
+from dcnet.data import FOLDER
+
 if TYPE_CHECKING:
     from dcnet.training.recipe import Recipe
 
 
 def check_together(recipe: "Recipe") -> None:
     """Raise a `ValueError` that names the field which does not go with the others, and why."""
+    if recipe.data.startswith(FOLDER) and not recipe.data.removeprefix(FOLDER).strip():
+        raise ValueError(
+            f"recipe: data={recipe.data!r} has no path; possible: {FOLDER}PATH, {FOLDER}. for the current folder"
+        )
     if any(isinstance(m, bool) or not isinstance(m, int | float) for m in recipe.milestones):
         raise ValueError(f"recipe: milestones={recipe.milestones} must be numbers")
     if list(recipe.milestones) != sorted(recipe.milestones) or any(not 0.0 < m < 1.0 for m in recipe.milestones):
