@@ -1,5 +1,6 @@
 """Attacks: closed forms on linear classifiers, the ε-ball, other packages' results, the check-up, bad input."""
 
+import copy
 import inspect
 import math
 
@@ -241,6 +242,54 @@ def test_autoattack_finds_little_more(trained):
     theirs = accuracy(model, robustness.auto(model, images, labels, EPS), labels)
     assert theirs <= ours + 0.5
     assert ours - theirs < 5.0
+
+
+def test_attacks_in_inference_mode(trained):
+    """As outside of it, also on images and labels that were made inside."""
+    model, images, labels = trained[0], trained[1][:20], trained[2][:20]
+
+    def everything(images, labels):
+        generator = torch.Generator().manual_seed(0)
+        for name, attack in robustness.ATTACKS.items():
+            if name != "auto":
+                options = {"generator": generator} if name in ("pgd", "square") else {}
+                found = attack(model, images, labels, **options)
+                yield from found if isinstance(found, tuple) else (found,)
+        yield pgd(model, images, labels, EPS, target=(labels + 1) % 10, norm="l2", loss="margin", generator=generator)
+
+    def record(images, labels):
+        found = check_up(model, images, labels, EPS, iterations=2, queries=5)
+        return found, [one["accuracy"] for one in evaluate(model, images, labels, "fgsm,bim", EPS)["attacks"]]
+
+    expected = [tensor.clone() for tensor in everything(images, labels)]
+    for mode in (True, False):
+        with torch.inference_mode():
+            inside = images.clone(), labels.clone()
+        with torch.inference_mode(mode):
+            assert all(torch.equal(a, b) for a, b in zip(everything(images, labels), expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(everything(*inside), expected, strict=True))
+            assert record(*inside) == record(images, labels)
+    with torch.inference_mode():
+        copied = copy.deepcopy(model)
+        for attack in (fgsm, deepfool):
+            with pytest.raises(ValueError, match=r"was made inside torch.inference_mode, .* attack copy.deepcopy"):
+                attack(copied, images, labels)
+    fgsm(copy.deepcopy(copied), images, labels)  # as the message says
+
+
+def test_autoattack_in_inference_mode(monkeypatch):
+    pytest.importorskip("pyautoattack", reason="AutoAttack is not installed")
+
+    def evaluate(self, images, labels, batch_size):
+        images = images.requires_grad_()
+        (slope,) = torch.autograd.grad(nn.functional.cross_entropy(self.model(images), labels), images)
+        return images + 0.0 * slope, labels
+
+    monkeypatch.setattr("pyautoattack.AutoAttack.run_standard_evaluation", evaluate)
+    model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8).eval()
+    with torch.inference_mode():
+        images, labels = torch.rand(3, 1, 8, 8), torch.zeros(3, dtype=torch.long)
+        assert torch.equal(robustness.auto(model, images, labels, EPS), images)
 
 
 class Saturated(nn.Module):

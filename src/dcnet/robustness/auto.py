@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS
+from dcnet.robustness.losses import recordable, recording
 
 
 def auto(
@@ -40,7 +41,8 @@ def auto(
         raise ImportError("AutoAttack is not installed: pip install 'dcnet[attacks]'") from error
     attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
     found: Tensor
-    with torch.enable_grad():
+    with recording(model):
+        images, labels = recordable(images), recordable(labels)
         # A layer's first call prepares its backward pass, which AutoAttack would mistake for a defense with gradients
         model(images[:batch])
         found, _ = attack.run_standard_evaluation(images, labels, batch_size=batch)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.robustness.checks import check, check_finite
+from dcnet.robustness.losses import recordable, recording
 
 _BEYOND = 1e-4  # of a step, in units where images go from 0 to 1: a little beyond the boundary
 
@@ -45,8 +46,8 @@ def deepfool(
     active = torch.arange(len(images), device=images.device)
     order = None
     for number in range(iterations + 1):
-        x = found[active].detach().requires_grad_()
-        with torch.enable_grad():
+        with recording(model):
+            x = recordable(found[active]).detach().requires_grad_()
             logits = check_finite(model, model(x), "under deepfool")
         done = logits.argmax(1) != labels[active]
         solved[active[done]] = True
@@ -57,7 +58,8 @@ def deepfool(
             others.scatter_(1, labels[:, None], float("inf"))
             order = others.argsort(1, descending=True)[:, : min(candidates, logits.shape[1])]
         classes = order[active]
-        differences, slopes = _boundaries(logits, x, classes)
+        with recording(model):
+            differences, slopes = _boundaries(logits, x, recordable(classes))
         check_finite(model, slopes, "under deepfool", "gradients in the images")
         if number == 0 and len(images) > 1 and not bool(slopes.any()) and bool((logits == logits[:1]).all()):
             raise ValueError(

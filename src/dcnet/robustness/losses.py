@@ -1,6 +1,7 @@
 """The losses that attacks increase, and their gradients in the images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +39,34 @@ def loss_named(name: str) -> Loss:
     return LOSSES[name]
 
 
+@contextmanager
+def recording(model: nn.Module) -> Iterator[None]:
+    """Record for gradients, also where the caller is in `torch.no_grad` or `torch.inference_mode`."""
+    left = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    try:
+        with left, torch.enable_grad():
+            yield
+    except RuntimeError as error:
+        if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+            raise ValueError(
+                f"the model ({type(model).__name__}) was made inside torch.inference_mode, so that no gradient passes "
+                "it; make it outside, or attack copy.deepcopy(model), copied outside"
+            ) from error
+        raise
+
+
+def recordable(tensor: Tensor) -> Tensor:
+    """Return the tensor; a copy of one that was made in `torch.inference_mode`, as autograd keeps none of these."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 def slope(model: nn.Module, images: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """Return the gradient of the loss in the images, and the logits (detached).
 
     A model that blocks gradients gives zeros.
     """
-    images = images.detach().requires_grad_()
-    with torch.enable_grad():
+    with recording(model):
+        images, labels = recordable(images).detach().requires_grad_(), recordable(labels)
         logits = model(images)
         total = loss(logits, labels).sum()
         if not total.requires_grad:
