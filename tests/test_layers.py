@@ -339,6 +339,38 @@ def test_recalibrate():
     assert [module.training for module in net.modules()] == modes
 
 
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = dcnet.DecoupledConv2d(3, 4, 3)
+
+    def forward(self, x, mask, scale=1.0, *, gain):
+        return self.conv(x * mask) * scale * gain
+
+
+def test_recalibrate_says_that_a_model_gets_one_input():
+    net, x = TwoInputs(), torch.randn(2, 3, 8, 8)
+    before = net.conv.running_norm.clone()
+    message = "first part of a batch, and nothing else, but TwoInputs.forward needs 'mask', 'gain' too; possible: a mod"
+    with pytest.raises(TypeError, match=message):
+        dcnet.recalibrate_(net, [(x, torch.ones(1))])
+    assert torch.equal(net.conv.running_norm, before)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x, mask=None):
+            return self.net(x, torch.ones(1) if mask is None else mask, gain=2.0)
+
+    dcnet.recalibrate_(Whole(), [(x, torch.ones(1))])
+    torch.testing.assert_close(net.conv.running_norm, dcnet.patch_norm(x, 3).mean().reshape(1))
+    net.register_forward_pre_hook(lambda _, inputs, given: ((*inputs, 1.0), {"gain": 1.0}), with_kwargs=True)
+    dcnet.recalibrate_(net, [2.0 * x])  # others give the rest
+    torch.testing.assert_close(net.conv.running_norm, dcnet.patch_norm(2.0 * x, 3).mean().reshape(1))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
 @pytest.mark.parametrize(
     ("how", "momentum", "value"),

@@ -1,5 +1,6 @@
 """The running averages of a whole model: E{‖x‖} of decoupled layers together with BatchNorm's."""
 
+import inspect
 from collections.abc import Iterable
 
 import torch
@@ -107,12 +108,35 @@ def average_statistics_(model: Model) -> Model:
     return model
 
 
-def input_of(batch: Batch) -> Tensor:
-    """Return the input of a batch: the batch itself, or the first part of a tuple or list."""
+def input_of(batch: Batch, model: nn.Module | None = None) -> Tensor:
+    """Return the input of a batch: the batch itself, or the first part of a tuple or list.
+
+    model: what is to be given the input; raises where that needs other inputs too.
+    """
+    if model is not None:
+        _check_one_input(model)
     x = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(x, Tensor):
         raise TypeError(f"a batch must be a tensor, or a tuple or list that starts with one, got {type(x).__name__}")
     return x
+
+
+def _check_one_input(model: nn.Module) -> None:
+    """Raise where the model's forward needs more than one input."""
+    if model._forward_pre_hooks:  # which may add the others
+        return
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (ValueError, TypeError):  # of compiled code, which says nothing of its arguments
+        return
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    others = [p.name for p in list(parameters)[1:] if p.kind in named and p.default is p.empty]
+    if others:
+        raise TypeError(
+            f"a model is given the first part of a batch, and nothing else, but {type(model).__name__}.forward needs "
+            f"{', '.join(map(repr, others))} too; possible: a module around the model, whose forward takes one tensor "
+            "and gives the model all of its inputs"
+        )
 
 
 @torch.no_grad()
@@ -125,7 +149,8 @@ def recalibrate_(model: Model, batches: Iterable[Batch]) -> Model:
 
     Args:
         model: any model.
-        batches: inputs, or tuples or lists that start with one, such as those of a `DataLoader`.
+        batches: inputs, or tuples or lists that start with one, such as those of a `DataLoader`. The model gets one
+            tensor; put a model with several inputs into a module that takes one.
 
     Examples:
         >>> import torch, dcnet
@@ -147,7 +172,7 @@ def recalibrate_(model: Model, batches: Iterable[Batch]) -> Model:
             layer.momentum = None  # a cumulative average
             layer.reset_running_stats()
         for batch in batches:
-            x = input_of(batch)
+            x = input_of(batch, model)
             model(x if device is None else x.to(device))
             finished = True
         if not finished:
