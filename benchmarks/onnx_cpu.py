@@ -7,14 +7,13 @@ Plain and converted networks take turns, so that a slow moment of the machine hi
 
 import argparse
 import csv
+import importlib
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
-import timm
 import torch
 from in_turns import chosen_clock
 
@@ -23,6 +22,7 @@ from dcnet.util.provenance import provenance
 
 NETWORKS = ("resnet18", "resnet50")
 OPERATORS = [("tanh", "cosine"), ("seg", "square_cosine"), ("linear", "cosine")]
+PACKAGES = ("timm", "onnx", "onnxscript", "onnxruntime")
 SIZE, TRACED = 224, 96  # of the images that are timed, and of those that a file is made and checked with: it takes any
 COLUMNS = [
     *(
@@ -47,6 +47,8 @@ def exported(name: str, operator: tuple[str, str] | None, folder: Path) -> tuple
 
     Return what is known of it, and the file.
     """
+    import timm
+
     torch.manual_seed(0)
     model, x = timm.create_model(name), torch.randn(2, 3, TRACED, TRACED)
     layers = 0
@@ -78,6 +80,14 @@ def main() -> None:
     arguments.add_argument("--cpu-time", action="store_true", help="time of the process on one core, not the wall's")
     arguments.add_argument("--csv", help="where to write the measurements")
     options = arguments.parse_args()
+    for package in PACKAGES:  # now rather than after minutes
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            needed = " ".join(PACKAGES)
+            raise SystemExit(f"error: {package} is not installed; needed are: pip install {needed}") from error
+    import onnxruntime
+
     torch.set_num_threads(options.threads)
     clock, clock_name = chosen_clock(options.cpu_time)
     rows = []

@@ -4,6 +4,7 @@ The README says what was recorded.
 """
 
 import csv
+import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -105,6 +106,25 @@ def test_the_readme_says_what_was_recorded():
         ours = f"{median('dcnet, linear + power', column)}{before}, {median('dcnet, tanh', column)}{between}"
         others = f"{median('bcos', column)} | {median('sharpened', column)}"
         assert f"| {label} | {ours} | – | {others} |" in text
+
+
+def test_the_onnx_benchmark_says_what_it_needs(monkeypatch, capsys):
+    """Whatever is installed: the packages are imported when they are needed."""
+    for package in ("timm", "onnx", "onnxscript", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    try:
+        onnx_cpu = importlib.import_module("onnx_cpu")
+        missing = "error: timm is not installed; needed are: pip install timm onnx onnxscript onnxruntime"
+        for arguments, code in ((["--help"], 0), ([], missing)):
+            monkeypatch.setattr(sys, "argv", ["onnx_cpu.py", *arguments])
+            with pytest.raises(SystemExit) as end:
+                onnx_cpu.main()
+            assert end.value.code == code
+        assert "--cpu-time" in capsys.readouterr().out
+    finally:
+        for module in ("onnx_cpu", "in_turns"):
+            sys.modules.pop(module, None)
 
 
 @pytest.fixture

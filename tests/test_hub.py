@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_the_networks_that_come_with_dcnet_are_as_good_as_they_say():
             right = model(data.test.images.float() / 255).argmax(1) == data.test.labels
         assert 100.0 * float(right.float().mean()) == pytest.approx(entry["accuracy"], abs=0.6)  # bfloat16
         assert sum(p.numel() for p in model.parameters()) == entry["parameters"]
+
+
+@pytest.mark.parametrize("name", [None, 3, ["run"]])
+def test_names_of_trained_networks_are_text_or_paths(name):
+    with pytest.raises(TypeError, match=rf"by hub:NAME, got {re.escape(repr(name))}; possible: a run folder, a"):
+        load(name)
 
 
 def test_every_file_that_comes_with_dcnet_can_be_loaded():

@@ -85,6 +85,11 @@ def open_trained(name: str | Path, *, trust_formulas: bool = False) -> Run | Tra
 
     trust_formulas: execute the copy of your own formulas in it, if they are not registered here.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise TypeError(
+            f"a trained network is named by a path or by hub:NAME, got {name!r}; possible: a run folder, a "
+            ".safetensors file of its weights, or hub: and one of dcnet.trained_models()"
+        )
     if is_trained_file(name):
         return TrainedFile(weights_file(name), str(name), trust_formulas)
     if trust_formulas:
