@@ -66,6 +66,23 @@ def test_pages_of_tables_are_of_the_ledger():
             )
 
 
+def test_the_readme_says_how_fast_cifar_is():
+    runs = [Run(RESULTS / "fast-cifar" / f"tanh-cosine-{seed}").result for seed in range(3)]
+    plain = Run(RESULTS / "fast-cifar" / "plain").result
+    seconds = [run["seconds"] for run in (*runs, plain)]
+    rates = [round(run["images_per_second"] / 1000) for run in (*runs, plain)]
+    ours = f"{min(rates[:3])},000 to {max(rates[:3])},000 images a second"
+    first, second, third = (f"{run['accuracy']:.2f}" for run in runs)
+    text = " ".join((RESULTS.parent / "README.md").read_text().split())
+    for words in (
+        f"takes {min(seconds):.1f} to {max(seconds):.1f} s on one H200",
+        f"tanh + cosine {first}, {second} and {third}% with three seeds at {ours}",
+        f"its plain twin {plain['accuracy']:.2f}% at {rates[3]},000 (bf16",
+        f"by default: {ours} in the runs above, the plain twin {rates[3]},000)",
+    ):
+        assert words in text
+
+
 CONVERTED = {
     "as it stands": "converted",
     "averages recalibrated": "converted, recalibrated",
