@@ -462,6 +462,23 @@ def test_bad_batches_change_nothing(calibrate, error, words):
     unchanged(model, before, state)
 
 
+def test_a_model_with_two_inputs_is_told_what_to_do():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, mask):
+            return self.conv(x * mask)
+
+    model = Masked()
+    with pytest.raises(
+        TypeError, match=r"nothing else, but Masked.forward needs 'mask' too; possible: a module around"
+    ):
+        dcnet.decouple_(model, "tanh", calibrate=[(images(2, 3, 8, 8), images(2, 3, 8, 8))])
+    assert type(model.conv) is nn.Conv2d
+
+
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match=r"nothing to convert: Sequential has no layer of nn\.Conv1d"):
         dcnet.decouple_(nn.Sequential(nn.Linear(3, 4)), calibrate=[torch.rand(2, 3)])

@@ -64,7 +64,7 @@ def prepare(batches: Iterable[Batch], model: nn.Module) -> list[Tensor]:
     like = next(model.parameters(), torch.zeros(()))
     inputs = []
     for number, batch in enumerate(batches, 1):
-        x = input_of(batch).to(like.device)
+        x = input_of(batch, model).to(like.device)
         if x.is_floating_point() and not bool(x.isfinite().all()):
             raise ValueError(f"calibrate: batch {number} has values that are not finite; nothing has been changed")
         if not x.numel():
