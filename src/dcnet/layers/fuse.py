@@ -56,7 +56,8 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
     torch.fx can record the code around them, and this code depends only on its module's children and settings, `fuse_`
     also fuses activations that it calls as functions (`F.relu`), and a residual addition behind a BatchNorm with the
     activation behind that. Results are the same, in fewer passes over memory.
-    A module that is replaced or hooked later computes for itself again. `unfuse_` undoes everything.
+    A module that is replaced or hooked later computes for itself again, and so does a convolution in code that has
+    another flag, list or `forward` than then. `unfuse_` undoes everything.
     Modules keep their place, and `isinstance` gives the same answers, but their class changes, and so does its name
     (such as `FusedBottleneck`). Where code cannot be recorded, a convolution that is called by itself, without the
     modules behind it, returns the fused result: call `unfuse_` before you take such a model apart.

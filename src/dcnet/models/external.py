@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from dcnet.models.own_code import call, described, place_of
 from dcnet.models.parts import Normalize
+from dcnet.models.trusted import call, described, place_of
 from dcnet.util.suggest import nearest
 
 HUB = "hub:"  # the prefix of trained networks, which `dcnet.load` knows
