@@ -813,14 +813,16 @@ def _wrapped(model):
         (lambda m: m.take.insert(0, 0), False),
         (lambda m: setattr(m, "mode", "start"), False),
         (lambda m: setattr(m, "forward", types.MethodType(_another_forward, m)), False),
+        (lambda m: setattr(type(m), "forward", _another_forward), False),
         (lambda m: setattr(m, "forward", _wrapped(m)), True),
         (lambda m: m.train(), True),
         (lambda m: setattr(m, "name", "another"), True),
     ],
-    ids=["flag", "tuple", "list", "name", "forward", "wrapped", "mode", "unknown"],
+    ids=["flag", "tuple", "list", "name", "forward", "class", "wrapped", "mode", "unknown"],
 )
-def test_settings_that_change_later(change, stays, example, inside):
+def test_settings_that_change_later(change, stays, example, inside, monkeypatch):
     """Where they choose which results code gives away; what code counts and keeps has no part in that."""
+    monkeypatch.setattr(Features, "forward", Features.forward)  # restored at the end
     net = nn.Sequential(nn.Identity(), Features()).eval() if inside else Features().eval()
     reference, x = copy.deepcopy(net), torch.randn(2, 6, 8, 8)
     dcnet.decouple_(reference, fuse=False)
@@ -849,7 +851,20 @@ def test_arguments_that_the_example_does_not_give():
         def forward(self, x, scale=1.0):
             return self.bn(self.conv(x)) * scale
 
+    class Listed(Optional):
+        """The code is that of the module around the list."""
+
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([self.conv, self.bn])
+            del self.conv, self.bn
+
+        def forward(self, x, features=False):
+            y = self.parts[0](x)
+            return (self.parts[1](y), y) if features else self.parts[1](y)
+
     x = torch.randn(2, 6, 8, 8)
     why = "the code around may be called with other arguments than in the example: features"
+    assert dcnet.decouple_(Listed(), example_input=x).fused.left == {"parts.0": why}
     assert dcnet.decouple_(Optional(), example_input=x).fused.left == {"conv": why}
     assert dcnet.decouple_(Scaled(), example_input=x).fused.fused == {"conv": ["bn"]}  # which torch.fx sees is the same

@@ -43,7 +43,7 @@ def prepare(model: nn.Module, example_input: ExampleInput | None = None) -> nn.M
         for layer in decoupled_layers(ready).values()
         if not layer.operator.is_inner_product and not own_forward(layer)
     ]
-    if example_input is not None:
+    if left and example_input is not None:
         seen, _ = look(ready, example_input, EVALUATION)
         read = [name for name, layer in decoupled_layers(ready).items() if layer in left and name in seen.read]
         if read:

@@ -94,6 +94,7 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
     if why:
         return FuseReport(left=report.left | dict.fromkeys(wanted, why), unseen=why)
     modules, after = dict(model.named_modules(remove_duplicate=False)), settings_of(model)
+    traced: Seen | None = None
     for name in wanted:
         norm, activation, reason = _checked(seen.chains.get(name, []), modules, counts, seen.calls)
         followers = [one for one in (norm, activation) if one is not None]
@@ -101,7 +102,9 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
             report.left[name] = reason
             continue
         others = other_arguments([name, *followers], modules) if example_input is not None else ""
-        if others and not _is_traced(model, name, seen):
+        if others and traced is None:
+            traced, _ = look(model)
+        if others and traced is not None and not _is_alike(seen.chains[name], traced.chains.get(name, [])):
             report.left[name] = f"the code around may be called with other arguments than in the example: {others}"
             continue
         crossed = tuple(modules[one] for one in crossed_by([name, *followers]))
@@ -129,13 +132,10 @@ def fuse_(model: nn.Module, example_input: ExampleInput | None = None) -> FuseRe
     return report
 
 
-def _is_traced(model: nn.Module, name: str, seen: Seen) -> bool:
-    """Tell whether torch.fx sees a layer's result take the same way whatever the arguments are."""
-    traced, why = look(model)
-    here, there = (
-        [one for one in chains.get(name, []) if not one.startswith(END)] for chains in (seen.chains, traced.chains)
-    )
-    return not why and here == there
+def _is_alike(ran: list[str], traced: list[str]) -> bool:
+    """Tell whether torch.fx, which sees the code for any arguments, has found the same chain as the run."""
+    here, there = ([one for one in chain if not one.startswith(END)] for chain in (ran, traced))
+    return here == there
 
 
 def _let_functions_join(model: nn.Module, layers: dict[str, Decoupled], places: dict[str, Place]) -> None:

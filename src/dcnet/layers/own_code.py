@@ -145,13 +145,13 @@ def _operators(code: CodeType) -> set[str]:
     return {one.argrepr for one in get_instructions(code) if one.opname == "BINARY_OP"}
 
 
-def _owner_of_forward(module: nn.Module) -> type:
+def owner_of_forward(module: nn.Module) -> type:
     """Return the class that defines a module's forward, apart from the class that `rewritten.py` made."""
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind) and not is_rewritten(kind))
 
 
 def _forward_of(module: nn.Module) -> Any:
-    return vars(_owner_of_forward(module))["forward"]
+    return vars(owner_of_forward(module))["forward"]
 
 
 def is_rewritten(kind: type) -> bool:
@@ -173,7 +173,7 @@ def _sources(module: nn.Module, inside: Sequence[nn.Module], graph: fx.Graph) ->
 
 
 def _source(module: nn.Module) -> Source:
-    owner = _owner_of_forward(module)
+    owner = owner_of_forward(module)
     forward, attributes = vars(owner)["forward"], vars(module)
     # attributes are among the names of the code; those for `getattr` are among its constants
     constants = (c for c in forward.__code__.co_consts if isinstance(c, str) and c.isidentifier())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dcnet.layers.own_code import is_rewritten
+from dcnet.layers.own_code import owner_of_forward
 
 Settings = Mapping[nn.Module, dict[str, Any]]
 _CHOICES = (bool, str)  # a number may count calls, and None may become what a call keeps
@@ -16,11 +16,13 @@ _CHOICES = (bool, str)  # a number may count calls, and None may become what a c
 class Surroundings(NamedTuple):
     """A module whose code calls a convolution and the modules behind it, with the settings that may choose its way.
 
-    forward: the function that its class runs; None for a module farther around, of which only settings matter.
+    owner: the class that defines its forward; None for a module farther around, of which only settings matter.
+    forward: that function.
     """
 
     module: nn.Module
     settings: dict[str, Any]
+    owner: Any = None
     forward: Any = None
 
     def hold(self) -> bool:
@@ -30,14 +32,14 @@ class Surroundings(NamedTuple):
             now = attributes.get(name)
             if now is not value and not (type(now) is type(value) and _is_choice(now) and now == value):
                 return False
-        return self.forward is None or self._runs_forward()
+        return self.owner is None or self._runs_forward()
 
     def _runs_forward(self) -> bool:
         own = vars(self.module).get("forward")
         if torch.compiler.is_compiling():
             return own is None
         if own is None:
-            return _forward_of(type(self.module)) is self.forward
+            return self.owner.forward is self.forward
         # one that is wrapped around it, as accelerate does for autocast, calls the same code
         inner = unwrap(getattr(own, "__func__", own))
         return getattr(inner, "__func__", inner) is unwrap(self.forward)
@@ -56,35 +58,31 @@ def surroundings_of(
     before, after: the settings before and after the model ran. What its own code changes is no setting.
     """
     found = []
-    for one in (modules[name] for name in _holders(names)):
+    for one in (modules[name] for name in _holders(names, modules)):
         kept = {name: value for name, value in after[one].items() if before[one].get(name) == value}
         found.append(Surroundings(one, kept))
-    nearest = found[0]._replace(forward=_forward_of(type(found[0].module)))
+    owner: Any = owner_of_forward(found[0].module)
+    nearest = found[0]._replace(owner=owner, forward=owner.forward)
     return nearest, *(one for one in found[1:] if one.settings)
 
 
 def other_arguments(names: list[str], modules: dict[str, nn.Module]) -> str:
     """Return the arguments that the code around modules may also be called with; "" if there are none."""
-    _, *parameters = signature(_forward_of(type(modules[_holders(names)[0]]))).parameters.values()
+    owner: Any = owner_of_forward(modules[_holders(names, modules)[0]])
+    _, *parameters = signature(owner.forward).parameters.values()
     return ", ".join(one.name for one in parameters if one.default is not Parameter.empty)
 
 
-_FORWARDS: dict[type, Any] = {}
+def _holders(names: list[str], modules: dict[str, nn.Module]) -> list[str]:
+    """Return the names of the modules with code that hold all of these modules, the innermost first.
 
-
-def _forward_of(kind: type) -> Any:
-    """Return what modules of a class run, below what `rewritten.py` put before it."""
-    if kind not in _FORWARDS:
-        own = (vars(one) for one in kind.__mro__ if not is_rewritten(one))
-        _FORWARDS[kind] = next(names["forward"] for names in own if "forward" in names)
-    return _FORWARDS[kind]
-
-
-def _holders(names: list[str]) -> list[str]:
-    """Return the names of the modules that hold all of these modules, the innermost first; the model's is "" """
+    The model's own name is empty.
+    """
     prefixes = [[name[:at] for at, sign in enumerate(name) if sign == "."] for name in names]
     common = [one for one in prefixes[0] if all(one in others for others in prefixes)]
-    return [*reversed(common), ""]
+    return [one for one in (*reversed(common), "") if not isinstance(modules[one], nn.ModuleList | nn.ModuleDict)] or [
+        ""
+    ]
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
