@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from networks import FIRST_STEP, KINDS, NETWORKS, Network
+from networks import FIRST_STEPS, KINDS, NETWORKS, Network
 from torch import nn
 
 from dcnet.bench.measure import network_run
@@ -74,15 +74,15 @@ def measure(network: Network, rounds: int, steps: int, write: Callable[[str], An
             write(json.dumps(record | made))
 
 
-def measure_first_step(kind: str, write: Callable[[str], Any]) -> None:
+def measure_first_step(network: Network, kind: str, write: Callable[[str], Any]) -> None:
     """Write how long a first step takes with no kernel compiled before."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _use_cublas(device)
-    run = network_run(FIRST_STEP.case(kind), device)
+    run = network_run(network.case(kind), device)
     started = time.process_time()
     seconds = _seconds(run, device)
     record = {
-        **FIRST_STEP._asdict(),
+        **network._asdict(),
         "kind": kind,
         "seconds": round(seconds, 2),
         "cpu_seconds": round(time.process_time() - started, 2),  # of the host, all threads
@@ -175,12 +175,13 @@ def measure_together(networks: Sequence[Network], out: Path, options: list[str],
     return whole
 
 
-def measure_first_steps(out: Path) -> bool:
+def measure_first_steps(network: Network, out: Path) -> bool:
     """Append the seconds of first steps to the file, each with an empty cache; return whether all were measured."""
     whole = True
     for kind in ("decoupled", "plain", "decoupled"):
         with tempfile.TemporaryDirectory() as empty:
-            whole &= _keep(_start("--first-step", kind, TRITON_CACHE_DIR=empty), FIRST_STEP, out)
+            started = _start("--network", network.title, "--first-step", kind, TRITON_CACHE_DIR=empty)
+            whole &= _keep(started, network, out)
     return whole
 
 
@@ -231,13 +232,13 @@ def main() -> None:
     parser.add_argument("--network", help=argparse.SUPPRESS)
     parser.add_argument("--first-step", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    titles = {network.title: network for network in (*NETWORKS, FIRST_STEP)}
-    if given.network or given.first_step:
-        write = _only_records()
-        if given.network:
-            measure(titles[given.network], given.rounds, given.steps, write)
+    titles = {network.title: network for network in (*NETWORKS, *FIRST_STEPS)}
+    if given.network:
+        network, write = titles[given.network], _only_records()
+        if given.first_step:
+            measure_first_step(network, given.first_step, write)
         else:
-            measure_first_step(given.first_step, write)
+            measure(network, given.rounds, given.steps, write)
         return
     if given.out is None:
         parser.error("--out: the file of the records is needed")
@@ -248,11 +249,10 @@ def main() -> None:
     if not chosen:
         parser.error(f"--match: nothing has {given.match} in its title; there are {'; '.join(titles)}")
     options = ["--rounds", str(given.rounds), "--steps", str(given.steps)]
-    networks = [network for network in chosen if network is not FIRST_STEP]
+    networks = [network for network in chosen if network not in FIRST_STEPS]
     groups = [networks[i : i + given.together] for i in range(0, len(networks), given.together)]
     done = [measure_together(group, given.out, options, given.minutes) for group in groups]
-    if FIRST_STEP in chosen:
-        done.append(measure_first_steps(given.out))
+    done += [measure_first_steps(network, given.out) for network in chosen if network in FIRST_STEPS]
     sys.exit(0 if all(done) else 1)
 
 

@@ -360,6 +360,22 @@ def test_an_attacked_table(tmp_path):
     assert white.output.count("  missing  ") == 1  # the attack: the other table has trained the network
 
 
+def test_attacks_on_a_network_that_was_trained_again_do_not_count():
+    """Its weights were lost, say: the numbers of one network must not stand beside those of another."""
+    ledger = Ledger(ROOT / "results" / "tables" / "ledger.jsonl")
+    attack = next(entry for entry in ledger.entries if entry.setup == "white box")
+    trained = ledger.find(attack.recipe)
+    assert trained is not None
+    assert ledger.find(attack.recipe, "white box") is not None
+    shown = markdown(TABLES["white-box"], ledger)
+    ledger._count(trained)
+    assert ledger.find(attack.recipe) is trained
+    assert ledger.find(attack.recipe, "white box") is None
+    assert markdown(TABLES["white-box"], ledger) != shown
+    ledger._count(attack)
+    assert ledger.find(attack.recipe, "white box") is attack
+
+
 def test_tables_of_the_same_networks_train_them_once(tmp_path):
     tables = [TABLES["white-box"], TABLES["black-box"]]
     plans = [plan(table, Ledger(tmp_path / "none"), tmp_path, "paper", [0, 1]) for table in tables]

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,13 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: list[Entry] = []
+        # The entries that count, by cell and set-up: the last training, and the last attacks after it. A network that
+        # is trained again is another one, and what attacks left of the one before says nothing about it.
+        self.counting: dict[Hashable, dict[str | None, Entry]] = {}
         if path.is_file():
             *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
-            self.entries = [self._read(number, line) for number, line in enumerate(lines, 1)]
+            for number, line in enumerate(lines, 1):
+                self._count(self._read(number, line))
 
     def _read(self, number: int, line: str) -> Entry:
         try:
@@ -78,12 +83,15 @@ class Ledger:
             raise ValueError(f"{self.path}, line {number}, is not what `dcnet table` writes: {error}") from error
 
     def find(self, recipe: Recipe, setup: str | None = None) -> Entry | None:
-        """Return the latest entry of the same cell."""
-        wanted = cell_of(recipe)
-        return next(
-            (entry for entry in reversed(self.entries) if entry.setup == setup and cell_of(entry.recipe) == wanted),
-            None,
-        )
+        """Return the entry of the same cell that counts: see `counting`."""
+        return self.counting.get(cell_of(recipe), {}).get(setup)
+
+    def _count(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        if entry.setup is None:
+            self.counting[cell_of(entry.recipe)] = {None: entry}
+        else:
+            self.counting.setdefault(cell_of(entry.recipe), {})[entry.setup] = entry
 
     def add(self, cell: str, run: Run, jobs: int) -> Entry:
         """Add the result of a run that is finished or has diverged."""
@@ -123,7 +131,7 @@ class Ledger:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self.entries.append(entry)
+        self._count(entry)
         return entry
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from dcnet.tables.ledger import Entry, Ledger, cell_of, kind_of
+from dcnet.tables.ledger import Ledger, kind_of
 from dcnet.tables.table import MEASURES, NOT_CONVERGED, SCHEDULES, Cell, Number, Table
 
 
@@ -53,10 +53,9 @@ class Setting:
 def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
     """Return the measured cells of a table, separately for each schedule, data set and precision."""
     settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
-    latest: dict[object, Entry] = {(*cell_of(entry.recipe), entry.setup): entry for entry in ledger.entries}
     found: dict[Setting, dict[str, Shown]] = {}
-    wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in latest.values())
-    seeds = sorted({entry.recipe.seed for entry in latest.values()})
+    wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in ledger.entries)
+    seeds = sorted({entry.recipe.seed for entry in ledger.entries})
     own_length = {"steps", "epochs"} & set(settings)  # then all schedules have the same length
     for schedule in ("",) if own_length else SCHEDULES:
         recipes = {cell: table.recipe(cell, schedule or "paper", **settings) for cell in table.cells}
@@ -66,8 +65,9 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
                 if "data" in cell.fields and own.data != data:
                     continue
                 setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
-                wanted = [(kind_of(own), data, precision, seed, setup) for seed in seeds]
-                entries = [latest[one] for one in wanted if one in latest]
+                kind = kind_of(own)
+                of_seeds = [ledger.counting.get((kind, data, precision, seed), {}).get(setup) for seed in seeds]
+                entries = [entry for entry in of_seeds if entry is not None]
                 numbers = tuple(entry.number(table.measure, attack) for entry in entries if not entry.diverged)
                 # the paper's number is for its own data and recipe
                 compared = cell if own.data == data and not settings else replace(cell, paper=None)

@@ -73,7 +73,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "batch": 256,
     }
     | {
-        "epochs": 100.0,
+        "epochs": 60.0,
         "schedule": "onecycle",
         "weight_decay": 5e-4,
         "label_smoothing": 0.1,
