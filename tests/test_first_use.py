@@ -26,7 +26,7 @@ class Driver:
 driver.set_active(Driver())
 import dcnet
 from dcnet.layers import Block, Chain, HandsOn, hand_on
-from dcnet.ops.fused import first_use, formulas, launcher, native, plan
+from dcnet.ops.fused import compilers, first_use, formulas, launcher, native, plan
 from dcnet.ops.fused.kernels import backward, depthwise, norms, statistics
 
 compiled, missed = [], []
@@ -56,6 +56,7 @@ def for_a_gpu(*arguments, jit=formulas.jit):
         os.environ["TRITON_INTERPRET"] = "1"
 
 triton.compiler.compile = note
+compilers.Processes.compile = lambda self, compile_kernel: False
 launcher.Launcher._ask_triton = ask_triton
 launcher.raw_stream = lambda x: 0
 native.compiled_launcher = first_use.compiled_launcher = lambda: None

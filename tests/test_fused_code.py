@@ -546,7 +546,7 @@ def test_layers_that_are_called_by_keyword():
     assert net.conv1.fusion is not None
     assert_same(net, reference)
     example = copy.deepcopy(reference)
-    assert fuse_(example, torch.randn(2, 8, 5, 5)).fused["conv1"] == ["bn1", "act1"]
+    assert fuse_(example, torch.randn(2, 8, 5, 5, device=DEVICE)).fused["conv1"] == ["bn1", "act1"]
     assert_same(example, reference)
 
 

@@ -1085,6 +1085,27 @@ MUTANTS = [
         "test_first_use.py",
     ),
     Mutant(
+        "first use: no kernel compiled by processes",
+        "ops/fused/compilers.py",
+        'known[1].backend != "cuda"',
+        'known[1].backend == "cuda"',
+        "test_compile_worker.py",
+    ),
+    Mutant(
+        "first use: a formula by another name, which Triton's cache does not know",
+        "ops/fused/compile_worker.py",
+        "bound.__module__ = module",
+        "bound.__module__ = name",
+        "test_compile_worker.py",
+    ),
+    Mutant(
+        "first use: PyTorch imported by every process",
+        "ops/fused/triton_math16.py",
+        "import triton\n",
+        "import torch\nimport triton\n",
+        "test_compile_worker.py",
+    ),
+    Mutant(
         "external: a question that torch.fx cannot follow",
         "models/external.py",
         "@fx.wrap  # torch.fx",

@@ -34,8 +34,8 @@ PARTS = (
     ),
     (r"fused/(kernels/.*|triton_math.*)", "`fused/kernels`, `triton_math`, `triton_math16`", "what runs on the GPU"),
     (
-        r"fused/((host|native|first_use)\.py|cpp/.*|launch\..*)",
-        "`fused/host`, `native`, `first_use`, `cpp/`, `launch.*`",
+        r"fused/((host|native|first_use|compilers|compile_worker)\.py|cpp/.*|launch\..*)",
+        "`fused/host`, `native`, `first_use`, `compile*`, `cpp/`, `launch.*`",
         "less time of the host for each layer",
     ),
     (r"fused/.*", "`fused/` but for these", "plans, launches, autograd, the operators of compiled graphs"),

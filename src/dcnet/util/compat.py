@@ -5,10 +5,10 @@ A release that drops one of them breaks only this file. Checked with torch 2.11 
 
 import ast
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import inspect
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -174,72 +174,45 @@ def launch_facts(compiled: Any) -> tuple[int, int, int, tuple[Any, ...]] | None:
     return compiled.function, 32 * facts.num_warps, facts.shared, tuple(compiled.src.signature.values())
 
 
-class KernelCompilers:
-    """Threads in which Triton kernels are compiled in parallel, and loaded, for which Triton 3.6 compiles C each time.
+@contextmanager
+def compiling_on(mode: Any) -> Iterator[bool]:
+    """Let the mode compile the Triton kernels that are warmed up in this context.
 
-    A kernel that cannot be compiled raises when it is launched, not here.
+    Yield whether that can be done: not inside another such context.
     """
+    from triton.runtime._async_compile import active_mode
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._mode: Any = None
-        self._lock = Lock()  # backward runs in threads of its own
-
-    @contextmanager
-    def collecting(self) -> Iterator[bool]:
-        """Let kernels that are warmed up in this context compile in the background.
-
-        Yield whether that can be done now: not inside another such context.
-        """
-        from triton.runtime._async_compile import AsyncCompileMode, active_mode
-
-        if active_mode.get() is not None:
-            yield False
-            return
-        with self._lock:
-            if self._mode is None:  # shared, so that a kernel for several layers is compiled once
-                self._mode = AsyncCompileMode(_Loading(self.workers), ignore_errors=True)
-            mode = self._mode
-        token = active_mode.set(mode)
-        try:
-            yield True
-        finally:
-            active_mode.reset(token)
-
-    def wait_for(self, kernels: Iterable[Any]) -> None:
-        """Wait for kernels that were warmed up."""
-        with self._lock:
-            for kernel in kernels:
-                if hasattr(kernel, "future"):
-                    kernel.result(ignore_errors=True)
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        if self._mode is None:
-            return
-        with self._lock:
-            mode, self._mode = self._mode, None
-            for kernel in [] if mode is None else mode.future_kernels.values():
-                kernel.result(ignore_errors=True)
-        if mode is not None:
-            mode.executor.shutdown(wait=False)
+    if active_mode.get() is not None:
+        yield False
+        return
+    token = active_mode.set(mode)
+    try:
+        yield True
+    finally:
+        active_mode.reset(token)
 
 
-class _Loading(ThreadPoolExecutor):
-    """Runs functions that return compiled kernels, and loads these on the device that was current at submission."""
+def compiling_mode(executor: Executor) -> Any:
+    """Return a mode for `compiling_on` that compiles each kernel once; one that cannot be compiled raises later."""
+    from triton.runtime._async_compile import AsyncCompileMode
 
-    def submit(self, compile_kernel: Any, /, *_: Any, **__: Any) -> Any:
-        if not torch.cuda.is_available():
-            return super().submit(compile_kernel)
-        device = torch.cuda.current_device()
+    return AsyncCompileMode(executor, ignore_errors=True)
 
-        def compile_and_load() -> Any:
-            kernel = compile_kernel()
-            with torch.cuda.device(device):
-                kernel._init_handles()
-            return kernel
 
-        return super().submit(compile_and_load)
+def compiled_by(compile_kernel: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any], Any] | None:
+    """Return what a function compiles that a mode was given: source, target, options and environment; None if unknown.
+
+    It is a closure of `JITFunction._do_compile`, and names these four so.
+    """
+    known = inspect.getclosurevars(compile_kernel).nonlocals
+    if not {"src", "target", "options", "env_vars"} <= set(known):
+        return None
+    return known["src"], known["target"], dict(vars(known["options"])), known["env_vars"]
+
+
+def load_kernel(compiled: Any) -> None:
+    """Load a compiled Triton kernel on the current device, which would happen at its first launch otherwise."""
+    compiled._init_handles()
 
 
 def build_c_module(source: str, name: str) -> Any:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcnet.ops.fused.compilers import KernelCompilers
 from dcnet.ops.fused.native import Launches, compiled_launcher
 from dcnet.ops.fused.operands import BACKWARD, FORWARD, Effects, Operands, tracking, wanted_output
 from dcnet.ops.fused.plan import Backward, Plan
-from dcnet.util.compat import KernelCompilers
 
 # slots with the dtype of x, and with that of the weight
 _MAPS = ("x", "residual", "unit", "dot", "out", "e", "e_more", "grad_d", "behind", "grad_x", "grad_unit")
 _KERNELS = ("weight", "grad_weight")
-COMPILERS = KernelCompilers(os.cpu_count() or 1)
+COMPILERS = KernelCompilers(min(8, os.cpu_count() or 1))  # no layer has more new kernels than that
 Passes = list[tuple[tuple[str, ...], Launches]]  # each with the names of its slots
 
 

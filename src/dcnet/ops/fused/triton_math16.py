@@ -4,10 +4,10 @@ It computes in float32 with an absolute error near 1e-7 and needs half the instr
 near 0 suffers, which the rounding to 8 or 11 bits hides. 0 stays 0, and ±1 stays ±1.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from dcnet.ops.fused.instructions import PTX
 from dcnet.ops.fused.triton_math import abs, exp, log, maximum, minimum, power, sign, sqrt, step, where
 from dcnet.ops.fused.triton_math import erf as erf
 
@@ -28,9 +28,6 @@ __all__ = [
     "tanh",
     "where",
 ]
-
-# whether NVIDIA's instructions (PTX) can be used; Triton's interpreter has none
-PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 
 @triton.jit

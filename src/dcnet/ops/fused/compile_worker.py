@@ -1,0 +1,95 @@
+"""A process that compiles Triton kernels for another one, which finds them in Triton's cache on disk.
+
+It is run as a script, and imports of dcnet only the files with kernels: PyTorch takes longer to import than most
+kernels take to compile. From its standard input it reads pickles, each behind its length; first where the package and
+Triton's cache are, then jobs. For each job it writes a byte to its standard output: whether the kernel was compiled.
+"""
+
+import io
+import marshal
+import os
+import pickle
+import struct
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+COMPILED, FAILED = b"1", b"0"
+
+
+def send(file: IO[bytes], data: bytes) -> None:
+    """Write data behind its length."""
+    file.write(struct.pack("<Q", len(data)) + data)
+    file.flush()
+
+
+def receive(file: IO[bytes]) -> bytes | None:
+    """Return the data that `send` has written; None at the end."""
+    head = file.read(8)
+    return file.read(struct.unpack("<Q", head)[0]) if len(head) == 8 else None
+
+
+def _prepare(package: str, cache: str) -> None:
+    """Let the files with kernels be imported without the packages around them, which import PyTorch."""
+    import triton
+    import triton.language as tl
+
+    triton.knobs.cache.dir = cache
+    for name in ("dcnet", "dcnet.ops", "dcnet.ops.fused", "dcnet.ops.fused.kernels"):
+        module = sys.modules[name] = ModuleType(name)
+        module.__path__ = [str(Path(package, *name.split(".")[1:]))]
+    instructions: Any = ModuleType("dcnet.ops.fused.instructions")
+    instructions.PTX = tl.constexpr(True)  # all jobs are for NVIDIA's GPUs
+    sys.modules[instructions.__name__] = instructions
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `compilers._Pickler` has written."""
+
+    def persistent_load(self, what: tuple[Any, ...]) -> Any:
+        import triton
+        import triton.language as tl
+
+        kind, module, name, *rest = what
+        if kind == "named":
+            return getattr(import_module(module), name)
+        code, defaults, source, arithmetic = rest
+        names = {"m": import_module(arithmetic), "tl": tl}
+        bound = FunctionType(marshal.loads(code), names, name, defaults)
+        bound.__module__ = module
+        function = triton.jit(bound)
+        function._unsafe_update_src(source)
+        return function
+
+
+def compile_job(job: IO[bytes]) -> None:
+    """Compile a job of `compilers.job_of`."""
+    import triton
+    from triton.compiler import ASTSource
+
+    function, signature, constants, attributes, target, options, environment = _Unpickler(job).load()
+    source = ASTSource(function, signature, constants, attributes)
+    triton.compile(source, target=target, options=options, _env_vars=environment)
+
+
+def main() -> None:
+    """Compile jobs until the standard input ends."""
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # Triton may print
+    first = receive(jobs)
+    if first is None:
+        return
+    _prepare(*pickle.loads(first))
+    while (job := receive(jobs)) is not None:
+        try:
+            compile_job(io.BytesIO(job))
+        except Exception:  # the other process compiles it itself, and says what is wrong
+            answers.write(FAILED)
+        else:
+            answers.write(COMPILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Compile Triton kernels side by side, in processes of their own, and load them.
+
+Python's lock lets threads compile hardly more than one kernel at a time. The processes import neither PyTorch nor
+dcnet, so they are ready in a fraction of a second (`compile_worker.py`). They leave compiled kernels in Triton's cache
+on disk, where Triton finds them when it is asked here. So whatever goes wrong in a process costs time, and nothing
+else: Triton compiles the kernel here.
+"""
+
+import io
+import marshal
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Timer
+from types import FunctionType
+from typing import Any
+
+import torch
+import triton
+
+from dcnet.ops.fused.compile_worker import COMPILED, send
+from dcnet.util.compat import compiled_by, compiling_mode, compiling_on, load_kernel
+
+_SCRIPT = Path(__file__).with_name("compile_worker.py")
+_IDLE = 10.0  # seconds; each process holds some 150 MB
+
+
+class KernelCompilers:
+    """Kernels that compile in the background. One that cannot be compiled raises when it is launched, not here."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._mode: Any = None
+        self._lock = Lock()  # backward runs in threads of its own
+
+    @contextmanager
+    def collecting(self) -> Iterator[bool]:
+        """Let kernels that are warmed up in this context compile in the background; yield whether that can be done."""
+        with self._lock:
+            if self._mode is None:  # shared, so that a kernel for several layers is compiled once
+                self._mode = compiling_mode(_Loading(self.workers))
+            mode = self._mode
+        with compiling_on(mode) as can:
+            yield can
+
+    def wait_for(self, kernels: Iterable[Any]) -> None:
+        """Wait for kernels that were warmed up."""
+        with self._lock:
+            for kernel in kernels:
+                if hasattr(kernel, "future"):
+                    kernel.result(ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait for all of them, and end the processes."""
+        if self._mode is None:
+            return
+        with self._lock:
+            mode, self._mode = self._mode, None
+            for kernel in [] if mode is None else mode.future_kernels.values():
+                kernel.result(ignore_errors=True)
+        if mode is not None:
+            mode.executor.shutdown(wait=False)
+
+
+class _Loading(ThreadPoolExecutor):
+    """Runs functions that return compiled kernels, and loads these on the device that was current at submission."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.processes = Processes()
+
+    def submit(self, compile_kernel: Any, /, *_: Any, **__: Any) -> Any:
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def compile_and_load() -> Any:
+            self.processes.compile(compile_kernel)
+            kernel = compile_kernel()
+            if device is not None:
+                with torch.cuda.device(device):
+                    load_kernel(kernel)
+            return kernel
+
+        return super().submit(compile_and_load)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self.processes.end_in(0.0)
+
+
+class Processes:
+    """Processes that fill Triton's cache. They start when they are needed, and end when they were idle for a while."""
+
+    def __init__(self) -> None:
+        self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._timer, self._lock = Timer(0.0, self._end), Lock()
+
+    def compile(self, compile_kernel: Callable[[], Any]) -> bool:
+        """Compile in a process what a function of Triton would compile here; return whether that was done."""
+        try:
+            job = job_of(compile_kernel)
+            if job is None:
+                return False
+            try:
+                process = self._free.get_nowait()
+            except Empty:
+                process = _started()
+        except (OSError, ValueError, pickle.PicklingError):
+            return False
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin, job)
+            answer = process.stdout.read(1)
+        except OSError:
+            answer = b""
+        if answer:
+            self._free.put(process)
+            self.end_in(_IDLE)
+        else:  # it has died
+            process.kill()
+            process.communicate()
+        return answer == COMPILED
+
+    def end_in(self, seconds: float) -> None:
+        """End the processes that are idle then, unless this is called again before."""
+        with self._lock:
+            self._timer.cancel()
+            self._timer = Timer(seconds, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._free.get_nowait().communicate()  # closes its standard input, which ends it
+
+
+def _started() -> "subprocess.Popen[bytes]":
+    if not Path(sys.executable or "").name.startswith("python"):
+        raise OSError(f"{sys.executable} is not Python: it is a program that Python is part of")
+    # -P: the folder of the script has modules that are called like others
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(_SCRIPT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"},
+    )
+    assert process.stdin is not None
+    package = sys.modules["dcnet"].__path__[0]
+    send(process.stdin, pickle.dumps((package, triton.knobs.cache.dir)))
+    return process
+
+
+def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
+    """Return what `compile_worker.compile_job` needs; None for kernels that it cannot compile."""
+    known = compiled_by(compile_kernel)
+    if known is None or known[1].backend != "cuda":
+        return None
+    source, *rest = known
+    file = io.BytesIO()
+    _Pickler(file).dump((source.fn, source.signature, source.constants, source.attrs, *rest))
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes functions of Triton as what `compile_worker` makes them of."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, triton.JITFunction):
+            return None
+        function = value.fn
+        assert isinstance(function, FunctionType)
+        if getattr(sys.modules.get(function.__module__), function.__name__, None) is value:
+            return "named", function.__module__, function.__name__
+        # a formula or an activation, see `formulas.jit`
+        arithmetic = function.__globals__["m"].__name__
+        code = marshal.dumps(function.__code__)
+        return "bound", function.__module__, function.__name__, code, function.__defaults__, value.src, arithmetic

@@ -1,0 +1,120 @@
+"""Kernels are compiled by processes without PyTorch, and found in Triton's cache; what fails there is compiled here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# For a GPU that is not there, with a formula of a user's own.
+CODE = """
+import signal, sys, time
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+driver.set_active(Driver())
+from compile_kernels import launchers
+from dcnet.ops.fused import compilers
+import own
+
+found, done, started = [], [], []
+triton.knobs.compilation.listener = lambda cache_hit, **_: found.append(cache_hit)
+start, compile_there = compilers._started, compilers.Processes.compile
+
+def begin():
+    started.append(start())
+    return started[-1]
+
+def note(self, kernel):
+    done.append(compile_there(self, kernel))
+
+compilers._started, compilers.Processes.compile = begin, note
+every = dict(launchers("doubled", "linear", None, torch.bfloat16))
+
+def compiled(*names):
+    background = compilers.KernelCompilers(2)
+    with background.collecting() as can:
+        assert can
+        kernels = [every[name].warm_up([torch.bfloat16] * 64) for name in names]
+    background.wait_for(kernels)
+    background.wait()
+    assert all(len(kernel.result().asm["cubin"]) > 1000 for kernel in kernels)
+    while any(process.poll() is None for process in started):  # all end by themselves
+        time.sleep(0.02)
+    print(*done, *found, len(started))
+    for each in (done, found, started):
+        each.clear()
+
+compiled("output", "energies", "evaluation")
+compilers._started = lambda: started.append(start()) or started[-1].send_signal(signal.SIGKILL) or started[-1]
+compiled("gradients alone")  # its process dies
+compilers._started = lambda: (_ for _ in ()).throw(OSError("no processes"))
+compiled("gradient of x")
+compilers._started, compilers.compiled_by = begin, lambda kernel: None
+compiled("alone")  # Triton keeps its secrets
+"""
+OWN = '''
+from dcnet import m, magnitude
+
+@magnitude
+def doubled(n, rho, alpha=1.0):
+    """2α·‖x‖/ρ"""
+    return 2.0 * alpha * n / rho, 2.0 * alpha / rho, -2.0 * alpha * n / (rho * rho)
+'''
+
+
+def test_processes_compile(tmp_path):
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path])
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CODE],
+        capture_output=True,
+        text=True,
+        env=os.environ | hidden | {"PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr == ""
+    there, died, none, unknown = done.stdout.splitlines()
+    assert there == "True True True True True True 2"  # done in a process, then found in the cache; by two of them
+    assert died == "False False 1"
+    assert none == unknown == "False False 0"
+
+
+def test_the_script_imports_no_pytorch():
+    """Which takes longer than to compile most kernels."""
+    code = """
+import sys
+from dcnet_worker import _prepare
+_prepare(sys.argv[1], "")
+from dcnet.ops.fused.kernels import backward, depthwise, forward, norms, statistics
+assert "torch" not in sys.modules
+"""
+    import dcnet
+
+    package = Path(dcnet.__file__).parent
+    script = package / "ops" / "fused" / "compile_worker.py"
+    loader = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("dcnet_worker", {str(script)!r})
+sys.modules["dcnet_worker"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["dcnet_worker"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", loader + code, str(package)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
