@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,9 @@ from dcnet.training import build_model, change
 ROOT = Path(__file__).parent.parent
 # A table that takes seconds on a CPU: three cells of the real one, on the digits.
 QUICK = ["--data", "digits", "--set", "model=cnn9_narrow", "--set", "norm=batch", "--set", "steps=8", "--device", "cpu"]
+# enough for networks of the robustness tables to count as converged on the digits
+LEARNING = {"epochs": 1.0, "batch": 64, "norm": "batch", "augment": "none", "recalibrate": 5}
+LEARNS = [part for field, value in LEARNING.items() for part in ("--set", f"{field}={value}")]
 THREE = ["--match", "Baseline, Cosine", "--match", "TanhConv, Cosine, ReLU"]
 
 
@@ -320,10 +324,7 @@ def test_an_attacked_table(tmp_path):
     arguments = [
         "--data",
         "digits",
-        "--set",
-        "epochs=1",
-        "--set",
-        "batch=256",
+        *LEARNS,
         "--device",
         "cpu",
         "--runs",
@@ -343,7 +344,7 @@ def test_an_attacked_table(tmp_path):
     (kept,) = dcnet.Run(tmp_path / attacked["run"]).attacks
     assert kept["transfer"]
     assert kept["attacks"][0]["accuracy"] == attacked["attacks"]["fgsm"]
-    text = markdown(TABLES["black-box"], Ledger(tmp_path / "ledger.jsonl"), epochs=1.0, batch=256)
+    text = markdown(TABLES["black-box"], Ledger(tmp_path / "ledger.jsonl"), **LEARNING)
     row = next(line for line in text.splitlines() if line.startswith("| Natural: FGSM, made on a naturally"))
     assert f"| {attacked['attacks']['fgsm']:.2f} |" in row
     again = call("table", "black-box", *arguments, *cells)
@@ -360,6 +361,33 @@ def test_an_attacked_table(tmp_path):
     assert white.output.count("  missing  ") == 1  # the attack: the other table has trained the network
 
 
+def test_attacks_on_kept_weights_need_no_training(tmp_path):
+    """The run folders are gone, as those of a machine that was given back; ledger, weights and records are there."""
+    arguments = ["--data", "digits", "--device", "cpu", "--runs", str(tmp_path / "runs")]
+    arguments += LEARNS
+    arguments += ["--keep-weights", str(tmp_path / "weights"), "--keep-records", str(tmp_path / "records")]
+    arguments += ["--ledger", str(tmp_path / "ledger.jsonl"), "--match"]
+    cell = "Natural: FGSM, made on a naturally trained baseline of another seed, TanhConv"
+    assert call("table", "black-box", *arguments, "Natural: no attack, TanhConv").exit_code == 0
+    assert call("table", "black-box", *arguments, cell).exit_code == 0
+    ledger = tmp_path / "ledger.jsonl"
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    (attack,) = (line for line in lines if "setup" in line)
+    record = {path.name: path.read_text() for path in (tmp_path / "records" / attack["run"]).iterdir()}
+    shutil.rmtree(tmp_path / "runs")
+    white = ["white-box", *arguments, "Natural: FGSM, predicted labels, TanhConv"]
+    assert call("table", *white, "--list").output.count("  missing  ") == 1
+    done = call("table", *white)
+    assert done.exit_code == 0, done.output
+    assert "its weights are those in" in done.output
+    more = [json.loads(line) for line in ledger.read_text().splitlines()][len(lines) :]
+    assert [line.get("setup") for line in more] == ["predicted labels"]
+    kept = dcnet.Run(tmp_path / "records" / attack["run"])
+    assert [one["setup"] for one in kept.attacks] == [attack["setup"], "predicted labels"]
+    for name in ("metrics.jsonl", "recipe.json", "result.json"):
+        assert (kept.folder / name).read_text() == record[name]
+
+
 def test_attacks_on_a_network_that_was_trained_again_do_not_count():
     """Its weights were lost, say: the numbers of one network must not stand beside those of another."""
     ledger = Ledger(ROOT / "results" / "tables" / "ledger.jsonl")
@@ -374,6 +402,12 @@ def test_attacks_on_a_network_that_was_trained_again_do_not_count():
     assert markdown(TABLES["white-box"], ledger) != shown
     ledger._count(attack)
     assert ledger.find(attack.recipe, "white box") is attack
+    # that did not converge: what an attack leaves of it is not averaged with the others
+    chance = replace(trained, record={**trained.record, "error": 90.0})
+    for entry in (chance, attack):
+        ledger._count(entry)
+    row = next(line for line in markdown(TABLES["white-box"], ledger).splitlines() if line.startswith("| Natural: PGD"))
+    assert row.split("|")[2].split("(")[0].strip().endswith(", 1 N/C")
 
 
 def test_tables_of_the_same_networks_train_them_once(tmp_path):

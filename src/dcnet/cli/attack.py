@@ -6,20 +6,20 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dcnet.cli.common import DataRoot, Device, Download, RunArgument, fail, folder_path, say, show
+from dcnet.cli.common import DataRoot, Device, Download, TrainedArgument, fail, folder_path, say, show
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.formulas import parse_number
 from dcnet.robustness import ATTACKS, parse_attack
 from dcnet.robustness.checks import check_eps
 from dcnet.robustness.evaluate import as_typed, shared_norm
 from dcnet.robustness.records import conditions, in_words, replaced
-from dcnet.training import Run, attack_run
+from dcnet.training import Run, attack_run, is_trained_file, restore_run
 from dcnet.training.progress import showing
 from dcnet.util.text import printable
 
 
 def attack(
-    run: RunArgument,
+    run: TrainedArgument,
     attacks: Annotated[
         str, typer.Option(help=f"Of {', '.join(ATTACKS)}, with parameters as in pgd:steps=50:restarts=5.")
     ] = "fgsm,bim,pgd",
@@ -66,12 +66,17 @@ def attack(
     records: Annotated[bool, typer.Option("--records", help="Only list what was recorded, with numbers.")] = False,
     forget: Annotated[str | None, typer.Option(help="Only remove records: their numbers, as in 1,3, or all.")] = None,
 ) -> None:
-    """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients."""
+    """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients.
+
+    A run folder keeps the records; one is made of a file of weights.
+    """
     if records or forget is not None:
         _edit(run, forget)
         return
     try:
-        register(formulas, [run, *([] if source is None else [source])] if trust_formulas else ())
+        register(formulas)
+        run = _folder_of(run, trust_formulas)
+        source = None if source is None else _folder_of(source, trust_formulas)
         number = parse_eps(eps)
         norm = shared_norm([parse_attack(part) for part in attacks.split(",")])
         check_eps(number, norm)
@@ -110,6 +115,17 @@ def attack(
         )
 
 
+def _folder_of(run: Path, trust_formulas: bool = False) -> Path:
+    """Return the run folder of a trained network, made if there is none."""
+    if not is_trained_file(run):
+        if trust_formulas:
+            register(None, [run])
+        return run
+    made = restore_run(run, trust_formulas=trust_formulas).folder
+    say(f"{run}: its run folder is {made}")
+    return made
+
+
 def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
     """Return whether one of the attacks was recorded before under the same conditions."""
     names = {entry["attack"] for entry in new["attacks"]}
@@ -122,7 +138,7 @@ def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
 def _edit(run: Path, forget: str | None) -> None:
     """Remove the records that are named, if any, and list those that are left."""
     try:
-        found = Run(run)
+        found = Run(_folder_of(run))
         kept = found.attacks
         if forget is not None:
             gone = _numbers(forget, len(kept))

@@ -87,7 +87,11 @@ def table(
         list[Path] | None, typer.Option(help="Train nothing: put the tables between their marks in this Markdown file.")
     ] = None,
     keep_weights: Annotated[
-        Path | None, typer.Option("--keep-weights", help="Folder for the weights of finished cells.")
+        Path | None,
+        typer.Option(
+            "--keep-weights",
+            help="Folder for the weights of finished cells; attacks need no training of networks that are there.",
+        ),
     ] = None,
     keep_records: Annotated[
         Path | None,
@@ -123,7 +127,7 @@ def table(
         if which not in SCHEDULES:
             raise ValueError(f"unknown schedule {which!r}.{nearest(which, SCHEDULES)} Possible: {', '.join(SCHEDULES)}")
         check_matches(chosen, match)
-        plans = [plan(one, book, runs, which, _seeds(seeds), match, **settings) for one in chosen]
+        plans = [plan(one, book, runs, which, _seeds(seeds), match, keep_weights, **settings) for one in chosen]
         if show:
             _show(plans, book)
             _show_others(plans, book, which, settings)

@@ -145,11 +145,10 @@ def keep_record(run: Run, into: Path) -> None:
     for name in ("recipe.json", "result.json", "diverged.json", "attacks.json"):
         if (run.folder / name).is_file():
             shutil.copy(run.folder / name, folder / name)
-    *earlier, last = run.metrics or [{}]
-    kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + (
-        [last] if last else []
-    )
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+    if metrics := run.metrics:  # a run that was restored from its weights has none
+        *earlier, last = metrics
+        kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + [last]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def _end_last_line(path: Path) -> None:

@@ -65,12 +65,14 @@ def plan(
     schedule: str,
     seeds: list[int],
     matches: list[str] | None = None,
+    weights: Path | None = None,
     **settings: Any,
 ) -> Plan:
     """Return which cells are done and which have to be trained or attacked, seed by seed.
 
     matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises if one of
-    them finds nothing. settings: recipe fields of all cells.
+    them finds nothing. weights: a folder of weights that were kept: these networks need no training before attacks.
+    settings: recipe fields of all cells.
     """
     found = Plan(table)
     folders: dict[tuple[Any, ...], Path] = {}
@@ -82,7 +84,7 @@ def plan(
             how = f"{recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
             title = f"{table.networks or table.name}: {name}, {how}"
             folders[known] = runs / _slug(title)
-            trained = (folders[known] / "result.json").is_file() if needs_weights else False
+            trained = (folders[known] / "result.json").is_file() or kept_weights(folders[known], weights) is not None
             if ledger.find(recipe) is None or (needs_weights and not trained):
                 found.missing.append(Task(title, recipe, folders[known], paper, table.measure))
         return folders[known]
@@ -110,6 +112,17 @@ def plan(
             found.missing.append(Task(title, recipe, folder, None, table.measure, setup, source, images))
     found.missing = in_order(found.missing)
     return found
+
+
+def kept_weights(folder: Path | None, weights: Path | None) -> Path | None:
+    """Return the file with the weights of a run folder's network in the folder of kept weights; None if there is none.
+
+    Runs that are not in the folder any more can be restored from it.
+    """
+    if folder is None or weights is None:
+        return None
+    path = weights / f"{folder.name}.safetensors"
+    return path if path.is_file() else None
 
 
 def in_order(tasks: Iterable[Task]) -> list[Task]:

@@ -66,12 +66,14 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
                     continue
                 setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
                 kind = kind_of(own)
-                of_seeds = [ledger.counting.get((kind, data, precision, seed), {}).get(setup) for seed in seeds]
-                entries = [entry for entry in of_seeds if entry is not None]
-                numbers = tuple(entry.number(table.measure, attack) for entry in entries if not entry.diverged)
+                of_seeds = [ledger.counting.get((kind, data, precision, seed), {}) for seed in seeds]
+                measured = [entries for entries in of_seeds if setup in entries]
+                # attacked or not: a network that has not converged says nothing
+                converged = [of for of in measured if not any(entry.diverged for entry in of.values())]
+                numbers = tuple(of[setup].number(table.measure, attack) for of in converged)
                 # the paper's number is for its own data and recipe
                 compared = cell if own.data == data and not settings else replace(cell, paper=None)
-                shown[cell.title] = Shown(compared, numbers, len(entries) - len(numbers))
+                shown[cell.title] = Shown(compared, numbers, len(measured) - len(numbers))
             if any(one.ours for one in shown.values()):
                 found[Setting(schedule, data, precision, ", ".join(f"{n}={v}" for n, v in settings.items()))] = shown
     return found

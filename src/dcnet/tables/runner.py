@@ -6,6 +6,7 @@ The next call continues what did not end in time.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dcnet.tables.ledger import Ledger, keep_record
-from dcnet.tables.plan import Task
+from dcnet.tables.plan import Task, kept_weights
 from dcnet.tables.table import MEASURES
-from dcnet.training import Interrupted, NonFiniteLoss, find_data, joined, open_run, save_weights, train
+from dcnet.training import Interrupted, NonFiniteLoss, find_data, joined, open_run, restore_run, save_weights, train
 from dcnet.training.interruption import Interruption
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
@@ -45,6 +46,7 @@ class Runner:
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
         self._find_data(tasks)
+        self._restore(tasks)
         until = time.monotonic() + seconds
         waiting, failed = list(tasks), []
         running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
@@ -90,6 +92,19 @@ class Runner:
         """Raise if data is missing, here instead of in the process of every cell; fetch it if asked to."""
         for name in dict.fromkeys(task.recipe.data for task in tasks if task.ended is None):
             find_data(name, self.options.get("data_root", "data"), bool(self.options.get("download")))
+
+    def _restore(self, tasks: list[Task]) -> None:
+        """Make run folders of kept weights, with the records that were kept, for attacks on networks trained before."""
+        for folder in dict.fromkeys(folder for task in tasks if task.setup for folder in (task.folder, task.source)):
+            path = kept_weights(folder, self.weights)
+            if folder is None or path is None or (folder / "checkpoint.safetensors").is_file():
+                continue
+            restore_run(path, folder)
+            self.say(f"{folder.name}: its weights are those in {path}")
+            for name in ("metrics.jsonl", "attacks.json"):
+                record = None if self.records is None else self.records / folder.name / name
+                if record is not None and record.is_file() and not (folder / name).is_file():
+                    shutil.copy(record, folder / name)
 
     def _expected(self, jobs: int, running: int) -> float:
         """Return an upper estimate of the seconds for one more cell besides those that are running.

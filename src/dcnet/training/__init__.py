@@ -7,12 +7,13 @@ from dcnet.training.evaluate import Evaluation, evaluate
 from dcnet.training.export import export_run
 from dcnet.training.finetune import finetune_recipe
 from dcnet.training.folder import open_run
-from dcnet.training.hub import add_to_hub, load, open_trained, trained_models
+from dcnet.training.hub import add_to_hub, is_trained_file, load, open_trained, trained_models
 from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.recipe_data import find_data, open_data
 from dcnet.training.recipes import RECIPES, make_recipe, read_recipe, recorded
+from dcnet.training.restore import restore_run
 from dcnet.training.run import Run, build_model, run_folders
 from dcnet.training.run_evaluation import RunEvaluation, evaluate_run
 from dcnet.training.run_prediction import Prediction, classes_of, predict_run
@@ -46,6 +47,7 @@ __all__ = [
     "export_run",
     "find_data",
     "finetune_recipe",
+    "is_trained_file",
     "joined",
     "load",
     "make_recipe",
@@ -55,6 +57,7 @@ __all__ = [
     "predict_run",
     "read_recipe",
     "recorded",
+    "restore_run",
     "run_folders",
     "save_weights",
     "settings",

@@ -155,6 +155,11 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
             )
         return
     state = load_state(run.checkpoint)
+    if state.get("weights_only"):
+        raise ValueError(
+            f"{run.folder} was made of a file of weights, and has no optimizer to go on with. Possible: a run of its "
+            f"own that starts from them: --pretrained {quote(str(run.folder))}"
+        )
     before, done = change(Recipe(), **state["recipe"]), int(state["step"])
     if before == recipe or not same_but_length(
         before, recipe

@@ -264,7 +264,7 @@ class Run:
 
 def _what_it_is(path: Path) -> str:
     """Say what a path is that is not a run folder, and which commands take it."""
-    others = "dcnet evaluate, predict, export and finetune take it"
+    others = "dcnet evaluate, predict, attack, export and finetune take it"
     if str(path).startswith(HUB):
         return f", but the name of a trained network; {others}, and dcnet.load({str(path)!r}) in Python"
     if path.suffix == ".safetensors" and path.is_file():
