@@ -118,11 +118,17 @@ def test_files_of_weights_in_commands(run, tmp_path, monkeypatch):
     assert train(recipe, tmp_path / "tuned", quiet=True).accuracy > run.accuracy - 3.0
 
 
+def test_a_file_is_no_run_folder(tmp_path):
+    file = tmp_path / "run.safetensors"
+    file.write_bytes(b"")
+    for name, what in (("hub:cnn9-narrow-seg-digits", "the name of a trained network"), (file, "a file of weights")):
+        with pytest.raises(FileNotFoundError, match=f"is not a run folder, but {what}; .*predict, attack, export"):
+            dcnet.Run(name)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["attack", "NAME"], "NAME is not a run folder, but the name of a trained network; dcnet evaluate, predict, "),
-        (["attack", "run.safetensors"], "run.safetensors is not a run folder, but a file of weights"),
         (["train", "--resume", "NAME"], "dcnet.load('NAME') in Python"),
         (["train", "--model", "NAME"], "NAME is a trained network, not one to build; possible: dcnet finetune NAME"),
         (["train", "--pretrained", "hub:cnn9-narrow-seg-digit"], "Did you mean 'cnn9-narrow-seg-digits'?"),

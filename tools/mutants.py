@@ -1092,10 +1092,10 @@ MUTANTS = [
         "test_compile_worker.py",
     ),
     Mutant(
-        "first use: a formula by another name, which Triton's cache does not know",
+        "first use: formulas compiled with other arithmetic, which is not found in Triton's cache",
         "ops/fused/compile_worker.py",
-        "bound.__module__ = module",
-        "bound.__module__ = name",
+        "import_module(arithmetic)",
+        'import_module("dcnet.ops.fused.triton_math")',
         "test_compile_worker.py",
     ),
     Mutant(
@@ -1111,6 +1111,27 @@ MUTANTS = [
         "@fx.wrap  # torch.fx",
         "# torch.fx",
         "test_fuse.py",
+    ),
+    Mutant(
+        "tables: attacks on another training counted",
+        "tables/ledger.py",
+        "self.counting[cell_of(entry.recipe)] = {None: entry}",
+        "self.counting.setdefault(cell_of(entry.recipe), {})[None] = entry",
+        "test_tables.py",
+    ),
+    Mutant(
+        "tables: records of a restored run replaced",
+        "tables/runner.py",
+        "shutil.copy(record, folder / name)",
+        "pass",
+        "test_tables.py",
+    ),
+    Mutant(
+        "restore: other weights of the recipe taken for these",
+        "training/restore.py",
+        "if set(there) != set(tensors) or not all(",
+        "if False and not all(",
+        "test_restore.py",
     ),
     Mutant(
         "tables: the last network not attacked",

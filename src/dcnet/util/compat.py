@@ -1,6 +1,7 @@
 """Every private name of PyTorch and Triton that this package uses, with the versions that have it.
 
-A release that drops one of them breaks only this file. Checked with torch 2.11 and 2.13, Triton 3.6 and 3.7.
+A release that drops one of them breaks only this file (`ops/fused/compile_worker.py` has two as well, since it works
+without PyTorch). Checked with torch 2.11 and 2.13, Triton 3.6 and 3.7.
 """
 
 import ast
