@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -18,6 +19,13 @@ import dcnet
 from dcnet.cli import app, main
 from dcnet.figures import make_figure
 from dcnet.formulas.catalogue import CATALOGUES
+
+
+@pytest.fixture(autouse=True)
+def small_numbers():
+    """`main` rounds numbers below 1e-38 to 0, for the whole process."""
+    yield
+    torch.set_flush_denormal(False)
 
 
 def call(*arguments):
@@ -346,6 +354,17 @@ def test_interrupted(tmp_path, monkeypatch, name, module):
     result = call(name, *(["functions"] if name == "figure" else [str(tmp_path)]))
     assert result.exit_code == 130
     assert result.stderr == "stopped\n"
+
+
+def test_numbers_that_take_a_cpu_long_are_zero(monkeypatch):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot do that")
+    torch.set_flush_denormal(False)
+    small, seen = torch.full((64,), 1e-40), []
+    assert (small * 1.0).sum() > 0.0
+    monkeypatch.setattr("dcnet.cli.app", lambda: seen.append(float((small * 1.0).sum())))
+    main()
+    assert seen == [0.0]
 
 
 @pytest.mark.parametrize("arguments", [["operators"], ["--help"], ["--version"], ["runs", "--json"], ["train"]])

@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+import torch
+
 from dcnet.training import Interrupted, NonFiniteLoss, Run, attack_run, train
 
 _CHECKED = 200  # images of the check-up for misleading gradients
@@ -14,6 +16,7 @@ _CHECKED = 200  # images of the check-up for misleading gradients
 
 def main(folder: str, what: str) -> int:
     """Train the run in a folder, or attack it; return the exit status."""
+    torch.set_flush_denormal(True)  # as `dcnet` does
     wanted = json.loads(what)
     try:
         if wanted["attack"] is None:
