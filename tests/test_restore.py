@@ -32,6 +32,18 @@ def test_it_computes_what_was_trained(trained, tmp_path):
     assert again.folder == run.folder
 
 
+def test_a_rounded_file_is_of_the_run_it_was_made_from(trained, tmp_path):
+    """Files may have their weights in bfloat16, the run has them in float32."""
+    rounded = tmp_path / "rounded.safetensors"
+    save_weights(trained, rounded, bf16=True)
+    run = restore_run(trained.folder.parent / "kept.safetensors", tmp_path / "run")
+    assert restore_run(rounded, run.folder).folder == run.folder
+    restored = restore_run(rounded, tmp_path / "other")
+    assert restore_run(rounded, restored.folder).folder == restored.folder
+    with pytest.raises(ValueError, match="has other weights of the same recipe"):
+        restore_run(trained.folder.parent / "kept.safetensors", restored.folder)
+
+
 def test_other_weights_stay(trained, tmp_path):
     """A run of the same recipe is neither overwritten nor taken for that of the file."""
     other = tmp_path / "other.safetensors"

@@ -47,7 +47,11 @@ def restore_run(weights: str | Path, folder: str | Path | None = None, *, trust_
     run = open_run(place if folder is None else Path(folder), recipe)
     if run.checkpoint.is_file():
         there = run.model.state_dict()
-        if set(there) != set(tensors) or not all(torch.equal(there[name], tensors[name]) for name in tensors):
+        same = set(there) == set(tensors) and all(
+            torch.equal(there[name].to(tensor.dtype), tensor)  # files may have them rounded to bfloat16
+            for name, tensor in tensors.items()
+        )
+        if not same:
             raise ValueError(
                 f"{run.folder} has other weights of the same recipe than {weights}; remove that folder, or give "
                 "another one (in Python restore_run(weights, folder))"
