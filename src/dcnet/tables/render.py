@@ -69,8 +69,8 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
                 of_seeds = [ledger.counting.get((kind, data, precision, seed), {}) for seed in seeds]
                 measured = [entries for entries in of_seeds if setup in entries]
                 # attacked or not: a network that has not converged says nothing
-                converged = [of for of in measured if not any(entry.diverged for entry in of.values())]
-                numbers = tuple(of[setup].number(table.measure, attack) for of in converged)
+                converged = [each for each in measured if not any(entry.diverged for entry in each.values())]
+                numbers = tuple(each[setup].number(table.measure, attack) for each in converged)
                 # the paper's number is for its own data and recipe
                 compared = cell if own.data == data and not settings else replace(cell, paper=None)
                 shown[cell.title] = Shown(compared, numbers, len(measured) - len(numbers))
