@@ -66,7 +66,6 @@ SKIPPED = {
     "dcnet finetune t": "needs timm or torchvision, weights and a folder of images; test_finetune.py has them small",
     "torchrun": "needs several GPUs; test_training_distributed.py runs it with two processes",
     "for operator": "trains eight networks on MNIST",
-    "python experiments": "a quarter of an hour on an H200; test_robustness_tables.py checks its records",
     "make ": "sets up an environment of its own",
     "git ": "is no command of ours",
     "python -m venv": "sets up an environment of its own",

@@ -43,7 +43,7 @@ def test_the_ledger_is_of_the_records():
         if entry.setup is None:
             assert run.result is None or round(100.0 - run.accuracy, 4) == entry.record["error"]
         else:
-            (found,) = [attacked for attacked in run.attacks if attacked["setup"] == entry.setup]
+            (found,) = [attacked for attacked in run.attacks if attacked.get("setup") == entry.setup]
             numbers = {one["attack"].split(":")[0]: one["accuracy"] for one in found["attacks"]}
             assert (numbers, found["from"]) == (entry.record["attacks"], entry.record["from"])
             assert found["from"] is None or (CELLS / "runs" / found["from"]).is_dir()
