@@ -64,6 +64,7 @@ STAND_INS = {
 SKIPPED = {
     "dcnet finetune my_package": "needs a package of yours",
     "dcnet finetune t": "needs timm or torchvision, weights and a folder of images; test_finetune.py has them small",
+    "dcnet table white-box": "trains for hours; test_tables.py has it small",
     "torchrun": "needs several GPUs; test_training_distributed.py runs it with two processes",
     "for operator": "trains eight networks on MNIST",
     "make ": "sets up an environment of its own",

@@ -3,10 +3,11 @@
 import json
 import re
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
-from dcnet.tables import TABLES, Ledger, markdown
+from dcnet.tables import TABLES, Ledger, markdown, settings_of
 from dcnet.training import Run
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -52,6 +53,27 @@ def test_the_ledger_is_of_the_records():
 def test_the_readme_counts_them():
     trained = sum(entry.setup is None for entry in Ledger(CELLS / "ledger.jsonl").entries)
     assert f"({trained} networks trained so far)" in (RESULTS.parent / "README.md").read_text()
+
+
+def worth():
+    """Every row of the README's first table: our mean over the seeds, and the paper's number."""
+    columns = {"Baseline": "Cosine", "LinearConv": "Cosine", "TanhConv": "Cosine", "SegConv": "Cosine"}
+    rows = {"ResNet-32": ("resnet32", "", ""), "CNN-9": ("cnn9", ", ReLU", ", no ReLU")}
+    rows["CNN-9 without BatchNorm"] = ("cnn9-no-batchnorm", "", "")
+    for title, (name, relu, last) in rows.items():
+        (shown,) = settings_of(TABLES[name], Ledger(CELLS / "ledger.jsonl"), {}).values()
+        wanted = [f"{row}, {column}{relu}" for row, column in columns.items()] + [f"SegConv, Sq. cosine{last}"]
+        cells = []
+        for one in (shown[key] for key in wanted):
+            numbers, paper = one.numbers, one.cell.paper
+            text = f"{mean(numbers):.2f}" if numbers else "N/C"
+            text += f" ± {stdev(numbers):.2f}" if len(numbers) == 3 else ""
+            cells.append(f"{text} ({paper:.2f})" if isinstance(paper, float) else f"{text} ({paper})")
+        yield f"| {title} | {' | '.join(cells)} |"
+
+
+def test_the_readme_says_what_it_is_worth():
+    assert "\n".join(worth()) in (RESULTS.parent / "README.md").read_text()
 
 
 def test_pages_of_tables_are_of_the_ledger():

@@ -406,7 +406,9 @@ def test_attacks_on_a_network_that_was_trained_again_do_not_count():
     chance = replace(trained, record={**trained.record, "error": 90.0})
     for entry in (chance, attack):
         ledger._count(entry)
-    row = next(line for line in markdown(TABLES["white-box"], ledger).splitlines() if line.startswith("| Natural: PGD"))
+    lines = markdown(TABLES["white-box"], ledger).splitlines()
+    assert "N/C: not converged." in lines[0]
+    row = next(line for line in lines if line.startswith("| Natural: PGD"))
     assert row.split("|")[2].split("(")[0].strip().endswith(", 1 N/C")
 
 

@@ -102,7 +102,7 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
     for setting, shown in settings_of(table, ledger, settings).items():
         compared = any(one.cell.paper is not None for one in shown.values())
         words = " In brackets: the paper’s." if compared else ""
-        if any(NOT_CONVERGED in (one.ours, one.paper) for one in shown.values()):
+        if any(NOT_CONVERGED in text for one in shown.values() for text in (one.ours, one.paper)):
             words += f" {NOT_CONVERGED}: not converged."
         lines += [
             f"**{table.title}.** {_about(table, setting)}{words}",
