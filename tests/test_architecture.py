@@ -27,7 +27,7 @@ ALLOWED = {
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
     "report": {"util", "version", "training", "inspection", "figures", "robustness"},
-    "tables": {"util", "formulas", "training"},
+    "tables": {"util", "formulas", "training", "figures"},
     "robustness": {"util", "formulas"},
     "explaining": {"util", "layers", "robustness"},
     "bench": {"util", "formulas", "ops", "layers", "models"},

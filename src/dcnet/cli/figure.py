@@ -44,20 +44,26 @@ def figure(
 ) -> None:
     path = out or Path(f"{name}.png")
     try:
-        if path.suffix.lower() not in FORMATS:
-            raise ValueError(f"{path} ends in {path.suffix!r}; possible: {', '.join(FORMATS)}")
+        check_format(path)
         register(formulas, (runs or []) if trust_formulas else ())
         drawn = make_figure(name, runs or [], data_root)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _save(drawn, path, dpi)
+        save_figure(drawn, path, dpi)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         fail(error)
     say(f"{path} written")
 
 
-def _save(drawn: Any, path: Path, dpi: int) -> None:
+def check_format(path: Path) -> None:
+    """Raise where the ending of a file says no format that a figure can have."""
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{path} ends in {path.suffix!r}; possible: {', '.join(FORMATS)}")
+
+
+def save_figure(drawn: Any, path: Path, dpi: int = 200) -> None:
     """Write the figure; the same figure gives the same file, whatever the day."""
     import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
 
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     file = io.BytesIO()

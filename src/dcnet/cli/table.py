@@ -11,6 +11,7 @@ from rich.table import Table as Shown
 from dcnet.bench import around, read_page, render_into
 from dcnet.cli.common import DataRoot, Device, Download, fail, say
 from dcnet.cli.common import show as show_made
+from dcnet.cli.figure import check_format, save_figure
 from dcnet.cli.own_formulas import Formulas, register
 from dcnet.cli.train import value_of_flag
 from dcnet.tables import (
@@ -25,6 +26,7 @@ from dcnet.tables import (
     in_order,
     markdown,
     page,
+    picture,
     plan,
     settings_of,
     under_torchrun,
@@ -41,7 +43,8 @@ _ON_A_GPU = {"precision": "bf16", "channels_last": True, "graphs": True, "evalua
 
 def table(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which tables; all of them if none is named, with --list and --render.")
+        list[str] | None,
+        typer.Argument(help="Which tables; all of them if none is named, with --list, --render, --into and --picture."),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -86,6 +89,12 @@ def table(
     into: Annotated[
         list[Path] | None, typer.Option(help="Train nothing: put the tables between their marks in this Markdown file.")
     ] = None,
+    differences: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", help="Train nothing: draw how far our test errors are from the paper's (png, svg or pdf)."
+        ),
+    ] = None,
     keep_weights: Annotated[
         Path | None,
         typer.Option(
@@ -106,16 +115,23 @@ def table(
 ) -> None:
     try:
         register(formulas)
-        chosen = [find_table(name) for name in names or ([] if not (show or render or into) else TABLES)]
+        written = bool(render or into or differences)
+        chosen = [find_table(name) for name in names or (TABLES if show or written else [])]
         if not chosen:
             raise ValueError(f"name the tables to train; known: {', '.join(TABLES)}")
-        if ledger is not None and (show or render or into) and not ledger.is_file():
+        if ledger is not None and (show or written) and not ledger.is_file():
             what = "is a folder" if ledger.is_dir() else "does not exist"
             raise ValueError(f"--ledger {ledger} {what}; possible: a file that `dcnet table` has written")
         seconds = _seconds(budget)
         book = Ledger(ledger or runs / "ledger.jsonl")
-        if render is not None or into:
-            _write(chosen, book, render, into or [], _set(fields or []))
+        if written:
+            if differences is not None:
+                check_format(differences)
+            if render is not None or into:
+                _write(chosen, book, render, into or [], _set(fields or []))
+            if differences is not None:
+                save_figure(picture(chosen, book, **_set(fields or [])), differences)
+                say(f"{differences} written")
             return
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         settings: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from dcnet.tables.ledger import Entry, Ledger
 from dcnet.tables.paper import TABLES, find_table
+from dcnet.tables.picture import compared, draw_differences, picture
 from dcnet.tables.plan import Plan, Task, check_matches, costs, in_order, plan
 from dcnet.tables.render import markdown, page, settings_of
 from dcnet.tables.runner import Runner, under_torchrun
@@ -18,11 +19,14 @@ __all__ = [
     "Table",
     "Task",
     "check_matches",
+    "compared",
     "costs",
+    "draw_differences",
     "find_table",
     "in_order",
     "markdown",
     "page",
+    "picture",
     "plan",
     "settings_of",
     "under_torchrun",
