@@ -422,6 +422,18 @@ def test_tables_of_the_same_networks_train_them_once(tmp_path):
     assert attacked <= {task.folder for task in tasks if task.setup is None}
 
 
+def test_attacks_come_before_other_networks(tmp_path):
+    """So that what a stopped runner leaves is whole: weights may be lost until the next time."""
+    arguments = ["--data", "digits", "--device", "cpu", "--runs", str(tmp_path)]
+    matches = ["Natural: FGSM, predicted labels, SphereConv", "Natural: FGSM, predicted labels, TanhConv"]
+    done = call("table", "white-box", *arguments, *(part for match in matches for part in ("--match", match)))
+    assert done.exit_code == 0, done.output
+    entries = Ledger(tmp_path / "ledger.jsonl").entries
+    assert [(entry.recipe.magnitude, entry.setup) for entry in entries] == [
+        (magnitude, setup) for magnitude in ("sphere", "tanh") for setup in (None, "predicted labels")
+    ]
+
+
 def test_an_attack_on_the_last_network(tmp_path):
     """Its own training ends while nothing else is ready: the attack follows, on a few images."""
     arguments = ["--data", "digits", "--device", "cpu", "--runs", str(tmp_path)]

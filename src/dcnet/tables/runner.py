@@ -64,6 +64,8 @@ class Runner:
                 ready = [
                     task for task in waiting if task.ready and task.folder not in {other.folder for other in running}
                 ]
+                # a network whose attacks have to wait until the next time needs its weights then
+                ready.sort(key=lambda task: task.setup is None)
                 while ready and len(running) < jobs and left > needed:
                     task = ready.pop(0)
                     waiting.remove(task)
