@@ -53,10 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def table(folder: Path) -> str:
     """Return the list of trained networks in a folder as a table in Markdown."""
-    lines = ["| `dcnet.load(…)` | data, network | operator | test accuracy | size |", "|---|---|---|---|---|"]
+    lines = ["| `dcnet.load(…)` | data, network | operator | epochs | test accuracy | size |", "|---|---|---|---|---|---|"]
     for one in json.loads((folder / "index.json").read_text()):
-        what = (f"`hub:{one['name']}`", f"{one['data']}, {one['model']}", one["operator"], f"{one['accuracy']:.2f} %")
-        lines.append(f"| {' | '.join(what)} | {one['bytes'] / 2**20:.1f} MiB |")
+        what = f"`hub:{one['name']}`", f"{one['data']}, {one['model']}", one["operator"], f"{one['epochs']:.3g}"
+        lines.append(f"| {' | '.join(what)} | {one['accuracy']:.2f} % | {one['bytes'] / 2**20:.1f} MiB |")
     return "\n".join(lines)
 
 
