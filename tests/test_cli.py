@@ -78,6 +78,11 @@ def test_train_evaluate_runs(tmp_path):
     assert (recipe.magnitude, recipe.milestones, recipe.steps, recipe.schedule) == (None, (0.5, 0.75), 3, "step")
     shown = call("evaluate", str(run), "--device", "cpu")
     assert f"accuracy {dcnet.Run(run).accuracy:.2f}%" in shown.output
+    result = json.loads(call("evaluate", str(run), "--device", "cpu", "--json").output)
+    right, images = (sum(one[number] for one in result["classes"]) for number in ("right", "images"))
+    assert result["accuracy"] == 100.0 * right / images == pytest.approx(dcnet.Run(run).accuracy, abs=0.005)
+    assert result["accuracy"] <= result["top5_accuracy"] <= 100.0
+    assert (result["run"], result["data"], result["unfinished_after"]) == (str(run), "digits", None)
     assert "digits, cnn9_narrow" in call("runs", str(tmp_path)).output
     again = call("train", "--resume", str(run), "--device", "cpu")
     assert again.exit_code == 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import sys
 import typing
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from dcnet.models import error_of_own_code
 from dcnet.training import Run
-from dcnet.util.text import printable
+from dcnet.util.text import printable, valid
 
 
 def folder_path(text: str) -> Path:
@@ -43,6 +44,7 @@ TrainedArgument = Annotated[
 RunsArgument = Annotated[list[Path], typer.Argument(help="Run folders.", parser=folder_path, metavar="RUNS...")]
 DataRoot = Annotated[Path, _folder("Folder of the data sets' official files.", "--data-root")]
 Download = Annotated[bool, typer.Option("--download", help="Fetch missing files of the data set from its own site.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.", metavar="DEVICE")]
 
 
@@ -72,6 +74,11 @@ def printing() -> Iterator[None]:
             what = "the output cannot be written: " * (error.filename is None)  # a file's error has its name
             say(f"error: {what}{_words(error)}", stderr=True)
         raise SystemExit(1) from None
+
+
+def show_json(value: Any) -> None:
+    """Print a value as JSON."""
+    echo(valid(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def say(text: object, stderr: bool = False) -> None:

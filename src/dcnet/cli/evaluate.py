@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dcnet.cli.common import DataRoot, Device, Download, TrainedArgument, fail, say, show_table
+from dcnet.cli.common import AsJSON, DataRoot, Device, Download, TrainedArgument, fail, say, show_json, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.training import evaluate_run, joined, open_trained
 
@@ -19,6 +19,7 @@ def evaluate(
     ] = None,
     data_root: DataRoot = Path("data"),
     download: Download = False,
+    as_json: AsJSON = False,
     device: Device = None,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
@@ -33,9 +34,21 @@ def evaluate(
         fail(error)
     if not ranks.first:
         return
-    rows = []
-    for name, count, right in zip(result.classes, result.counts.tolist(), result.correct.tolist(), strict=True):
-        rows.append([name, count, right, f"{100 * right / count:.2f}%" if count else ""])
+    classes = list(zip(result.classes, result.counts.tolist(), result.correct.tolist(), strict=True))
+    if as_json:
+        show_json(
+            {
+                "run": str(run),
+                "data": result.data,
+                "accuracy": result.accuracy,
+                "top5_accuracy": result.top5_accuracy,
+                "loss": result.loss,
+                "unfinished_after": result.unfinished_after,
+                "classes": [{"class": name, "images": count, "right": right} for name, count, right in classes],
+            }
+        )
+        return
+    rows = [[name, count, right, f"{100 * right / count:.2f}%" if count else ""] for name, count, right in classes]
     show_table(("class", "images", "right", "accuracy"), rows, f"{run} on {result.data}")
     total = int(result.counts.sum())
     say(f"accuracy {result.accuracy:.2f}% ({int(result.correct.sum())} of {total}), loss {result.loss:.4f}")

@@ -1,22 +1,20 @@
 """`dcnet predict`: classify image files with a trained network."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dcnet.cli.common import Device, TrainedArgument, echo, fail, say, show_table
+from dcnet.cli.common import AsJSON, Device, TrainedArgument, fail, say, show_json, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.training import Prediction, classes_of, open_trained, predict_run
-from dcnet.util.text import valid
 
 
 def predict(
     run: TrainedArgument,
     images: Annotated[list[Path], typer.Argument(help="Image files.", metavar="IMAGES...")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to show, the likeliest first.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJSON = False,
     device: Device = None,
     formulas: Formulas = None,
     trust_formulas: TrustFormulas = False,
@@ -38,7 +36,7 @@ def predict(
     unreadable = [prediction for prediction in predictions if prediction.error is not None]
     if as_json:
         entries = [_entry(prediction) for prediction in (*read, *unreadable)]
-        echo(valid(json.dumps(entries, indent=2, ensure_ascii=False)))
+        show_json(entries)
     else:
         _show(run, read)
         for prediction in unreadable:

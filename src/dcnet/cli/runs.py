@@ -1,6 +1,5 @@
 """`dcnet runs`: the run folders and their results, sorted, compared, or as JSON."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from dcnet.cli.common import echo, fail, folder_path, run_row, say, show_runs, show_table
+from dcnet.cli.common import fail, folder_path, run_row, say, show_json, show_runs, show_table
 from dcnet.training import Run
 from dcnet.training.run import run_folders
 from dcnet.util.suggest import nearest
-from dcnet.util.text import valid
 
 
 def _number(name: str, sign: float = 1.0) -> Callable[[Run], float]:
@@ -84,7 +82,7 @@ def runs(
             )
     found.sort(key=lambda one: one[0])
     if as_json:
-        _print_json(
+        show_json(
             [*(entry for _, _, entry in found), *({"run": path, "error": why} for path, why in unreadable.items())]
         )
         return
@@ -107,10 +105,6 @@ def _entry(run: Run) -> dict[str, Any]:
     }
 
 
-def _print_json(value: Any) -> None:
-    echo(valid(json.dumps(value, indent=2, ensure_ascii=False)))
-
-
 _RESULTS = ("accuracy", "loss", "epochs", "steps", "seconds", "images_per_second", "parameters")
 
 
@@ -121,7 +115,7 @@ def _compare(one: Run, other: Run, as_json: bool) -> None:
     found = [run.result or {} for run in (one, other)]
     results = {name: [result.get(name) for result in found] for name in _RESULTS}
     if as_json:
-        _print_json({"runs": [str(one.folder), str(other.folder)], "recipe": fields, "result": results})
+        show_json({"runs": [str(one.folder), str(other.folder)], "recipe": fields, "result": results})
         return
     columns = ("", str(one.folder), str(other.folder))
     if fields:
