@@ -53,7 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def table(folder: Path) -> str:
     """Return the list of trained networks in a folder as a table in Markdown."""
-    lines = ["| `dcnet.load(…)` | data, network | operator | epochs | test accuracy | size |", "|---|---|---|---|---|---|"]
+    columns = ("`dcnet.load(…)`", "data, network", "operator", "epochs", "test accuracy", "size")
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     for one in json.loads((folder / "index.json").read_text()):
         what = f"`hub:{one['name']}`", f"{one['data']}, {one['model']}", one["operator"], f"{one['epochs']:.3g}"
         lines.append(f"| {' | '.join(what)} | {one['accuracy']:.2f} % | {one['bytes'] / 2**20:.1f} MiB |")
