@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 import dcnet
+from dcnet.converting.convert import CONVOLUTIONS
 from dcnet.layers import decoupled_layers
-from dcnet.layers.convert import CONVOLUTIONS
 from dcnet.training import (
     Callback,
     Interrupted,

@@ -8,7 +8,8 @@ from helpers import needs
 from torch import nn
 
 import dcnet
-from dcnet.layers import Block, Chain, calibrate
+from dcnet.converting import calibrate
+from dcnet.layers import Block, Chain
 from dcnet.layers.decoupled import decoupled_layers
 
 OPERATORS = [("tanh", "cosine"), ("ball", "cosine"), ("seg", "cosine"), ("seg", "square_cosine"), ("sphere", "linear")]

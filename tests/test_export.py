@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import dcnet
 from dcnet.cli import app
 from dcnet.deploy import check, onnx_format, prepare
+from dcnet.deploy.inference import Inference
 from dcnet.formulas.catalogue import CATALOGUES
+from dcnet.fusing.wrappers import unwrap
 from dcnet.layers import Block, Chain, Decoupled
-from dcnet.layers.inference import Inference
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
 from dcnet.layers.recording import operations
-from dcnet.layers.wrappers import unwrap
 
 GEOMETRIES = [
     (lambda **o: dcnet.DecoupledConv2d(4, 6, 3, padding=1, bias=True, groups=2, **o), (2, 4, 7, 7)),

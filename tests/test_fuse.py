@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import dcnet
-from dcnet.layers import fuse_, unfuse_
-from dcnet.layers.following import Following
+from dcnet.fusing import fuse_, unfuse_
+from dcnet.fusing.following import Following
 from dcnet.models.external import External
 from dcnet.models.parts import Normalize
 
@@ -248,7 +248,7 @@ def test_nothing_is_converted_if_the_look_fails(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dcnet.layers.convert.fuse_", fail)
+    monkeypatch.setattr("dcnet.converting.convert.fuse_", fail)
     net = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(KeyboardInterrupt):

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import dcnet
-from dcnet.layers import fuse_, unfuse_
+from dcnet.fusing import fuse_, unfuse_
+from dcnet.fusing.fused_code import run_fused
+from dcnet.fusing.rewritten import Rewritten
 from dcnet.layers.decoupled import decoupled_layers
-from dcnet.layers.fused_code import run_fused
-from dcnet.layers.rewritten import Rewritten
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside Triton's interpreter
@@ -91,7 +91,7 @@ def calls_of_addition(monkeypatch):
         seen.append((residual is not None, energy is not None, of_y is not None))
         return y, of_y
 
-    monkeypatch.setattr("dcnet.layers.fused_code.run_fused", watched)
+    monkeypatch.setattr("dcnet.fusing.fused_code.run_fused", watched)
     return seen
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcnet.layers.running import Flow, evaluating, run_once
+from dcnet.fusing.running import Flow, evaluating, run_once
 
 
 class Net(nn.Module):

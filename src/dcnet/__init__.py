@@ -9,37 +9,37 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from dcnet import formulas, robustness
+from dcnet.converting import (
+    CoupleReport,
+    DecoupleReport,
+    conversion_of,
+    couple_,
+    decouple_,
+    from_pretrained,
+    plain_state_dict,
+    restore_conversion_,
+)
 from dcnet.deploy import ExportReport, export, load_weights_
 from dcnet.explaining import Explanation, explain, explanations
 from dcnet.formulas import angular, angulars, learnable, magnitude, magnitudes
+from dcnet.fusing import FuseReport, fuse_, unfuse_
 from dcnet.layers import (
     Block,
-    CoupleReport,
     DecoupledConv1d,
     DecoupledConv2d,
     DecoupledConv3d,
     DecoupledLinear,
-    DecoupleReport,
-    FuseReport,
     LazyDecoupledConv1d,
     LazyDecoupledConv2d,
     LazyDecoupledConv3d,
     WeightProjection,
     average_statistics_,
-    conversion_of,
-    couple_,
-    decouple_,
-    from_pretrained,
-    fuse_,
     orthogonal_penalty,
     orthonormal_penalty,
     parameter_groups,
-    plain_state_dict,
     project_weights_,
     recalibrate_,
-    restore_conversion_,
     sync_norms_,
-    unfuse_,
     weight_gradients_,
 )
 from dcnet.models import create_model, list_models, trust_model

@@ -13,7 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from dcnet.bench.cases import Case, Shape
 from dcnet.bench.straightforward import straightforward_
-from dcnet.layers import DecoupledConv2d, decouple_, fuse_
+from dcnet.converting import decouple_
+from dcnet.fusing import fuse_
+from dcnet.layers import DecoupledConv2d
 from dcnet.models import create_external, create_model
 
 Measures = dict[str, tuple[float, float, float]]  # metric -> 20th, 50th and 80th percentile

@@ -38,9 +38,9 @@ from dcnet.deploy.programs import (
     trace,
 )
 from dcnet.deploy.weights import save_model_weights
-from dcnet.layers.running import evaluating
+from dcnet.fusing.running import evaluating
+from dcnet.fusing.wrappers import unwrap
 from dcnet.layers.types import Positional
-from dcnet.layers.wrappers import unwrap
 from dcnet.util.files import write_atomically
 from dcnet.util.suggest import nearest
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from dcnet.converting import conversion_of
 from dcnet.deploy.check import Arguments, Runner, tensors
 from dcnet.deploy.onnx_rewrites import rewrite_
 from dcnet.deploy.programs import quiet
-from dcnet.layers import conversion_of
 from dcnet.version import __version__
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")

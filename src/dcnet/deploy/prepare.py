@@ -6,15 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcnet.layers import couple_, decoupled_layers
-from dcnet.layers.candidates import refuse_wrapped
+from dcnet.converting import couple_
+from dcnet.converting.candidates import refuse_wrapped
+from dcnet.converting.fold import rest_of
+from dcnet.deploy.inference import Inference
+from dcnet.fusing.readers import EVALUATION, look
+from dcnet.fusing.running import hooks, run_once
+from dcnet.fusing.wrappers import unwrap
+from dcnet.layers import decoupled_layers
 from dcnet.layers.decoupled import own_forward
-from dcnet.layers.fold import rest_of
-from dcnet.layers.inference import Inference
-from dcnet.layers.readers import EVALUATION, look
-from dcnet.layers.running import hooks, run_once
 from dcnet.layers.types import ExampleInput
-from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
 
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from dcnet.converting import conversion_of, restore_conversion_
+from dcnet.converting.candidates import refuse_wrapped
 from dcnet.formulas.sources import FILE, check_source, execute_source, formula_names, source_of
-from dcnet.layers import conversion_of, restore_conversion_
-from dcnet.layers.candidates import refuse_wrapped
+from dcnet.fusing.wrappers import unwrap
 from dcnet.layers.types import Model
-from dcnet.layers.wrappers import unwrap
 from dcnet.util.text import few
 from dcnet.version import __version__
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcnet.converting import restore_conversion_
 from dcnet.formulas import parse_number
-from dcnet.layers import decoupled_layers, fuse_, restore_conversion_
+from dcnet.fusing import fuse_
+from dcnet.layers import decoupled_layers
 from dcnet.models import create_external, create_model, is_external
 from dcnet.models.external import HUB
 from dcnet.training.checkpoint import load_checkpoint, load_state, without_prefix

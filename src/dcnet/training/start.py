@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dcnet.converting import conversion_of, decouple_, restore_conversion_
+from dcnet.converting.convert import CONVOLUTIONS
 from dcnet.data import ImageFolder, Resident
-from dcnet.layers import conversion_of, decouple_, decoupled_layers, restore_conversion_
-from dcnet.layers.convert import CONVOLUTIONS
+from dcnet.layers import decoupled_layers
 from dcnet.layers.selection import ALL, Selection
 from dcnet.models import check_logits, is_external
 from dcnet.models.external import External

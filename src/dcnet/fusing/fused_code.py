@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from dcnet.fusing.following import activation_of
+from dcnet.fusing.fusion import Fusion
+from dcnet.fusing.own_code import Source, record
 from dcnet.layers.decoupled import Decoupled, own_forward
-from dcnet.layers.following import activation_of
-from dcnet.layers.fusion import Fusion
-from dcnet.layers.own_code import Source, record
 from dcnet.ops import activate
 from dcnet.ops.geometry import convolution_dtype
 

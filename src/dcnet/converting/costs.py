@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from dcnet.fusing.running import call, evaluating, hooks
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.recording import Vectors, operations, record_epilogue
-from dcnet.layers.running import call, evaluating, hooks
 from dcnet.layers.types import ExampleInput
 from dcnet.ops import Operator
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
+from dcnet.converting.other_code import merging_method
+from dcnet.fusing.following import is_timm_norm
+from dcnet.fusing.fuse import crossed_by
+from dcnet.fusing.fusion import Place
+from dcnet.fusing.readers import END, Seen
 from dcnet.layers.block import Block
-from dcnet.layers.following import is_timm_norm
-from dcnet.layers.fuse import crossed_by
-from dcnet.layers.fusion import Place
-from dcnet.layers.other_code import merging_method
-from dcnet.layers.readers import END, Seen
 from dcnet.util.compat import BatchNorm, hooked
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

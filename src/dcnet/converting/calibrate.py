@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcnet.layers.candidates import TWINS
+from dcnet.converting.candidates import TWINS
+from dcnet.converting.observe import Moments, Observed, channels
+from dcnet.fusing.running import evaluating, hooks
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.observe import Moments, Observed, channels
-from dcnet.layers.running import evaluating, hooks
 from dcnet.ops import make_operator
 from dcnet.util.compat import BatchNorm
 

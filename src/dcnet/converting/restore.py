@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from dcnet.layers.candidates import CONVERTIBLE
-from dcnet.layers.convert import decouple_
+from dcnet.converting.candidates import CONVERTIBLE
+from dcnet.converting.convert import decouple_
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.selection import ALL, Where
 from dcnet.layers.types import Model

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dcnet.layers.block import Block
-from dcnet.layers.decoupled import Decoupled, decoupled_layers, own_forward
-from dcnet.layers.following import (
+from dcnet.fusing.following import (
     IDEMPOTENT,
     Following,
     activation_of,
@@ -17,12 +15,14 @@ from dcnet.layers.following import (
     is_timm_norm,
     plain_class,
 )
-from dcnet.layers.fused_code import rewritten_code
-from dcnet.layers.fusion import Fusion, Place
+from dcnet.fusing.fused_code import rewritten_code
+from dcnet.fusing.fusion import Fusion, Place
+from dcnet.fusing.readers import END, Seen, look
+from dcnet.fusing.rewritten import Rewritten, restore_, rewrite_
+from dcnet.fusing.surroundings import other_arguments, settings_of, surroundings_of
+from dcnet.layers.block import Block
+from dcnet.layers.decoupled import Decoupled, decoupled_layers, own_forward
 from dcnet.layers.post_ops import FUSED_NORMS
-from dcnet.layers.readers import END, Seen, look
-from dcnet.layers.rewritten import Rewritten, restore_, rewrite_
-from dcnet.layers.surroundings import other_arguments, settings_of, surroundings_of
 from dcnet.layers.types import ExampleInput, Model
 from dcnet.ops import ONLY
 

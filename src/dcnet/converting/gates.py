@@ -8,7 +8,7 @@ another name that pools in its `forward` is not detected; leave it out with `whe
 
 from torch import nn
 
-from dcnet.layers.candidates import CONVERTIBLE
+from dcnet.converting.candidates import CONVERTIBLE
 
 # Classes whose layers are gates (None), or the names of those of their layers that are. Class names are in lower case;
 # they are those of timm, torchvision and transformers, and names that people often give their own.

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from dcnet.fusing.following import Following
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.following import Following
 from dcnet.util.compat import hooked
 
 # Names that code may use besides the children and settings of its module, unless its class defines them. With others,
@@ -156,7 +156,7 @@ def _forward_of(module: nn.Module) -> Any:
 
 def is_rewritten(kind: type) -> bool:
     """Tell whether this is a class that `rewritten.py` made."""
-    return kind.__module__ == "dcnet.layers.rewritten"
+    return kind.__module__ == "dcnet.fusing.rewritten"
 
 
 def _sources(module: nn.Module, inside: Sequence[nn.Module], graph: fx.Graph) -> list[Source]:

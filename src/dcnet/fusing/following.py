@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 if TYPE_CHECKING:
-    from dcnet.layers.fusion import Fusion
+    from dcnet.fusing.fusion import Fusion
 
 # Activations that change nothing when they are applied again: one module may then follow several convolutions
 IDEMPOTENT = ("relu", "relu6")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dcnet.fusing.running import Flow, Made, evaluating, hooks
 from dcnet.layers.own_arithmetic import prepared_input
-from dcnet.layers.running import Flow, Made, evaluating, hooks
 from dcnet.layers.statistics import input_of
 from dcnet.layers.types import Batch
 from dcnet.ops import EPS, compute_dtype, patch_norm

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dcnet.layers.own_code import owner_of_forward
+from dcnet.fusing.own_code import owner_of_forward
 
 Settings = Mapping[nn.Module, dict[str, Any]]
 _CHOICES = (bool, str)  # a number may count calls, and None may become what a call keeps

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from dcnet.fusing.following import IDEMPOTENT, Following, activation_of, is_timm_norm
+from dcnet.fusing.running import Call, Made, in_mode, run_once
+from dcnet.fusing.wrappers import unwrap
 from dcnet.layers.decoupled import Decoupled, decoupled_layers
-from dcnet.layers.following import IDEMPOTENT, Following, activation_of, is_timm_norm
-from dcnet.layers.running import Call, Made, in_mode, run_once
 from dcnet.layers.types import ExampleInput
-from dcnet.layers.wrappers import unwrap
 from dcnet.util.compat import BatchNorm
 from dcnet.util.text import few
 

@@ -9,19 +9,19 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from dcnet.layers.calibrate import calibrate_
-from dcnet.layers.candidates import CONVERTIBLE, TWINS, reason_to_leave, refuse_wrapped, twin_of, what_it_overrides
-from dcnet.layers.costs import multiply_adds, parameters, shapes_in
+from dcnet.converting.calibrate import calibrate_
+from dcnet.converting.candidates import CONVERTIBLE, TWINS, reason_to_leave, refuse_wrapped, twin_of, what_it_overrides
+from dcnet.converting.costs import multiply_adds, parameters, shapes_in
+from dcnet.converting.gates import adapters, gates
+from dcnet.converting.observe import observe, prepare
+from dcnet.converting.optimizers import Groups, check_optimizer, groups_for
+from dcnet.converting.other_code import refuse_fusion_, use_layers_
+from dcnet.converting.record import record_
+from dcnet.converting.report import Change, Row, kind_of, table_of
+from dcnet.converting.report import shown as _shown
+from dcnet.fusing.fuse import FuseReport, fuse_, unfuse_
 from dcnet.layers.decoupled import Decoupled
-from dcnet.layers.fuse import FuseReport, fuse_, unfuse_
-from dcnet.layers.gates import adapters, gates
-from dcnet.layers.observe import observe, prepare
-from dcnet.layers.optimizers import Groups, check_optimizer, groups_for
 from dcnet.layers.options import LayerOptions, OtherOptions, Spec
-from dcnet.layers.other_code import refuse_fusion_, use_layers_
-from dcnet.layers.record import record_
-from dcnet.layers.report import Change, Row, kind_of, table_of
-from dcnet.layers.report import shown as _shown
 from dcnet.layers.selection import Selection, Selector
 from dcnet.layers.types import Batch, ExampleInput
 from dcnet.util.suggest import nearest

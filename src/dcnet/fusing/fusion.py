@@ -14,9 +14,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from dcnet.layers.following import Following, activation_of
+from dcnet.fusing.following import Following, activation_of
+from dcnet.fusing.surroundings import Surroundings
 from dcnet.layers.post_ops import post_ops_of
-from dcnet.layers.surroundings import Surroundings
 from dcnet.ops import ONLY, PostOps
 from dcnet.util.compat import backward_pass, hooked
 

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from dcnet.converting.candidates import plain_class, refuse_wrapped
+from dcnet.converting.fold import fold_
+from dcnet.converting.other_code import Refusal
+from dcnet.converting.record import record_
+from dcnet.converting.report import shown
 from dcnet.formulas.angulars import cosine, power_cosine
 from dcnet.formulas.magnitudes import linear, mix, seg
-from dcnet.layers.candidates import plain_class, refuse_wrapped
+from dcnet.fusing.fuse import unfuse_
+from dcnet.fusing.readers import EVALUATION, Seen, look
+from dcnet.fusing.running import run_once
 from dcnet.layers.decoupled import OWN_ATTRIBUTES, STARTS, Decoupled, decoupled_layers, own_forward
-from dcnet.layers.fold import fold_
-from dcnet.layers.fuse import unfuse_
-from dcnet.layers.other_code import Refusal
 from dcnet.layers.own_arithmetic import DecoupledConv2dSame
-from dcnet.layers.readers import EVALUATION, Seen, look
-from dcnet.layers.record import record_
-from dcnet.layers.report import shown
-from dcnet.layers.running import run_once
 from dcnet.layers.types import ExampleInput
 from dcnet.ops import Operator, compute_dtype, kernel_norm
 from dcnet.util.compat import BatchNorm

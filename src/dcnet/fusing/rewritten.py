@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import Proxy
 
-from dcnet.layers.fused_code import Code, Joined, rewritten_code
+from dcnet.fusing.fused_code import Code, Joined, rewritten_code
 from dcnet.util.compat import hooked
 
 
