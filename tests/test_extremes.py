@@ -70,7 +70,7 @@ def test_large_kernels_reach_cosine_one():
     w = 1e3 * torch.randn(6, 8, 3, 3)
     for sign in (1.0, -1.0):
         y = dcnet.decoupled_conv2d(sign * w, w, magnitude="sphere", angular="cosine")
-        assert bool((y.flatten(1).diagonal().abs() >= 1 - 2e-7).all())
+        assert bool((y.flatten(1).diagonal().abs() >= 1 - 5e-7).all())
         assert float(y.abs().max()) <= 1.0
 
 
