@@ -1,6 +1,6 @@
 """Every private name of PyTorch and Triton that this package uses, with the versions that have it.
 
-A release that drops one of them breaks only this file (`ops/fused/compile_worker.py` has two as well, since it works
+A release that drops one of them breaks only this file (`ops/fused/compile_worker.py` has one as well, since it works
 without PyTorch). Checked with torch 2.11 and 2.13, Triton 3.6 and 3.7.
 """
 
@@ -200,15 +200,15 @@ def compiling_mode(executor: Executor) -> Any:
     return AsyncCompileMode(executor, ignore_errors=True)
 
 
-def compiled_by(compile_kernel: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any], Any] | None:
-    """Return what a function compiles that a mode was given: source, target, options and environment; None if unknown.
+def compiled_by(compile_kernel: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]] | None:
+    """Return what a function compiles that a mode was given: source, target and options; None if unknown.
 
-    It is a closure of `JITFunction._do_compile`, and names these four so.
+    It is a closure of `JITFunction._do_compile`, and names these three so.
     """
     known = inspect.getclosurevars(compile_kernel).nonlocals
-    if not {"src", "target", "options", "env_vars"} <= set(known):
+    if not {"src", "target", "options"} <= set(known):
         return None
-    return known["src"], known["target"], dict(vars(known["options"])), known["env_vars"]
+    return known["src"], known["target"], dict(vars(known["options"]))
 
 
 def load_kernel(compiled: Any) -> None:

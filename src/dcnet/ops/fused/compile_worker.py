@@ -6,6 +6,7 @@ Triton's cache are, then jobs. For each job it writes a byte to its standard out
 """
 
 import io
+import linecache
 import marshal
 import os
 import pickle
@@ -55,7 +56,10 @@ class _Unpickler(pickle.Unpickler):
         kind, module, name, *rest = what
         if kind == "named":
             return getattr(import_module(module), name)
-        code, defaults, source, arithmetic = rest
+        code, defaults, source, arithmetic, cell = rest
+        if cell is not None:
+            file, lines = cell
+            linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
         names = {"m": import_module(arithmetic), "tl": tl}
         bound = FunctionType(marshal.loads(code), names, name, defaults)
         bound.__module__ = module
@@ -69,9 +73,9 @@ def compile_job(job: IO[bytes]) -> None:
     import triton
     from triton.compiler import ASTSource
 
-    function, signature, constants, attributes, target, options, environment = _Unpickler(job).load()
+    function, signature, constants, attributes, target, options = _Unpickler(job).load()
     source = ASTSource(function, signature, constants, attributes)
-    triton.compile(source, target=target, options=options, _env_vars=environment)
+    triton.compile(source, target=target, options=options)
 
 
 def main() -> None:

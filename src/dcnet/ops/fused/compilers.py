@@ -7,6 +7,7 @@ else: Triton compiles the kernel here.
 """
 
 import io
+import linecache
 import marshal
 import os
 import pickle
@@ -79,7 +80,8 @@ class _Loading(ThreadPoolExecutor):
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def compile_and_load() -> Any:
-            self.processes.compile(compile_kernel)
+            with suppress(Exception):  # it is compiled here then
+                self.processes.compile(compile_kernel)
             kernel = compile_kernel()
             if device is not None:
                 with torch.cuda.device(device):
@@ -102,29 +104,24 @@ class Processes:
 
     def compile(self, compile_kernel: Callable[[], Any]) -> bool:
         """Compile in a process what a function of Triton would compile here; return whether that was done."""
-        try:
-            job = job_of(compile_kernel)
-            if job is None:
-                return False
-            try:
-                process = self._free.get_nowait()
-            except Empty:
-                process = _started()
-        except (OSError, ValueError, pickle.PicklingError):
+        job = job_of(compile_kernel)
+        if job is None:
             return False
+        try:
+            process = self._free.get_nowait()
+        except Empty:
+            process = _started()
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
+        answer = b""
+        with suppress(OSError):
             send(process.stdin, job)
             answer = process.stdout.read(1)
-        except OSError:
-            answer = b""
         if answer:
             self._free.put(process)
             self.end_in(_IDLE)
         else:  # it has died
-            process.kill()
-            process.communicate()
+            _end(process)
         return answer == COMPILED
 
     def end_in(self, seconds: float) -> None:
@@ -138,19 +135,25 @@ class Processes:
     def _end(self) -> None:
         with suppress(Empty):
             while True:
-                self._free.get_nowait().communicate()  # closes its standard input, which ends it
+                _end(self._free.get_nowait())
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()  # that its standard input is closed is not enough: processes forked from this one have it open
+    process.communicate()
 
 
 def _started() -> "subprocess.Popen[bytes]":
     if not Path(sys.executable or "").name.startswith("python"):
         raise OSError(f"{sys.executable} is not Python: it is a program that Python is part of")
     # -P: the folder of the script has modules that are called like others
+    path = [folder for folder in sys.path if isinstance(folder, str) and folder]
     process = subprocess.Popen(
         [sys.executable, "-P", str(_SCRIPT)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"},
     )
     assert process.stdin is not None
     package = sys.modules["dcnet"].__path__[0]
@@ -161,7 +164,7 @@ def _started() -> "subprocess.Popen[bytes]":
 def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
     """Return what `compile_worker.compile_job` needs; None for kernels that it cannot compile."""
     known = compiled_by(compile_kernel)
-    if known is None or known[1].backend != "cuda":
+    if known is None or known[1].backend != "cuda" or triton.knobs.compilation.always_compile:
         return None
     source, *rest = known
     file = io.BytesIO()
@@ -170,7 +173,10 @@ def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes functions of Triton as what `compile_worker` makes them of."""
+    """Writes functions of Triton as what `compile_worker` makes them of.
+
+    Triton reads their source, which of a notebook's cell is in this process alone.
+    """
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, triton.JITFunction):
@@ -181,5 +187,6 @@ class _Pickler(pickle.Pickler):
             return "named", function.__module__, function.__name__
         # a formula or an activation, see `formulas.jit`
         arithmetic = function.__globals__["m"].__name__
-        code = marshal.dumps(function.__code__)
-        return "bound", function.__module__, function.__name__, code, function.__defaults__, value.src, arithmetic
+        code, file = marshal.dumps(function.__code__), function.__code__.co_filename
+        cell = None if Path(file).is_file() else (file, linecache.getlines(file))
+        return "bound", function.__module__, function.__name__, code, function.__defaults__, value.src, arithmetic, cell

@@ -1,6 +1,6 @@
 """Compile the kernels of a plan in parallel, before the first of them runs.
 
-A new kind of layer needs up to eleven variants. Compiled one after the other, they took half a minute. The variants for
+A new kind of layer needs up to eight variants. Compiled one after the other, they took half a minute. The variants for
 backward compile while forward goes on to the next layers.
 """
 
