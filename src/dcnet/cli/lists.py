@@ -35,7 +35,7 @@ def models() -> None:
     ]
     if trained:
         columns = ("name", "data, model", "operator", "test accuracy")
-        title = 'Trained networks: dcnet.load("hub:NAME"); dcnet evaluate, predict, export or finetune hub:NAME'
+        title = 'Trained networks: dcnet.load("hub:NAME"); dcnet evaluate, predict, attack, export or finetune hub:NAME'
         show_table(columns, trained, title, right=columns[3:])
 
 

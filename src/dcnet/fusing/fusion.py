@@ -61,7 +61,7 @@ class Fusion:
     activation: Place | None = None
     crossed: tuple[nn.Module, ...] = ()  # modules that contain some of these, but not all
     around: tuple[Surroundings, ...] = ()  # the code that calls them, where nothing else checks that it is the same
-    within: Any = None  # the module whose rewritten code calls the convolution (`layers/rewritten.py`)
+    within: Any = None  # the module whose rewritten code calls the convolution (`fusing/rewritten.py`)
     waiting: _Waiting = field(default_factory=_Waiting)
     warned: bool = False
     # The same for compiled code, which cannot read `waiting`; the convolution and the norm may be in different graphs.

@@ -2,7 +2,7 @@
 
 ReLU and PReLU are built into the kernels. The others are written here, like formulas: a function of z that returns its
 value and its slope, in the arithmetic of `dcnet.formulas.m`. The fused kernels compile them from the same source. A new
-activation needs a function, and its name in `FUNCTIONS`; `layers/fuse.py` says which module it belongs to.
+activation needs a function, and its name in `FUNCTIONS`; `fusing/following.py` says which module it belongs to.
 """
 
 from collections.abc import Callable
