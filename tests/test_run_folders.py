@@ -293,3 +293,14 @@ def test_a_checkpoint_of_another_network(tmp_path):
     with pytest.raises(ValueError, match=r"does not fit .*recipe.json: for one, size mismatch for") as error:
         dcnet.Run(run.folder).model  # noqa: B018
     assert len(str(error.value)) < 500
+
+
+def test_attacks_on_an_unfinished_run(tmp_path):
+    """They are not those of the network at the end."""
+    run = train(tmp_path / "run", epochs=1.0)
+    (run.folder / "result.json").unlink()
+    (run.folder / "attacks.json").write_text("[]")
+    train(tmp_path / "run", epochs=1.0)
+    assert run.attacks == []
+    assert not (run.folder / "attacks.json").exists()
+    assert (run.folder / "attacks-of-step-5.json").read_text() == "[]"

@@ -13,7 +13,7 @@ from dcnet.robustness import ATTACKS, parse_attack
 from dcnet.robustness.checks import check_eps
 from dcnet.robustness.evaluate import as_typed, shared_norm
 from dcnet.robustness.records import conditions, in_words, replaced
-from dcnet.training import Run, attack_run, is_trained_file, restore_run
+from dcnet.training import InUse, Run, attack_run, is_trained_file, restore_run, restored_run
 from dcnet.training.progress import showing
 from dcnet.util.text import printable
 
@@ -30,9 +30,9 @@ def attack(
         Path | None,
         typer.Option(
             "--from",
-            help="Another run folder, on whose network the adversarial images are made.",
+            help="Another run folder, or file, on whose network the adversarial images are made.",
             parser=folder_path,
-            metavar="RUN",
+            metavar="RUN|FILE",
         ),
     ] = None,
     limit: Annotated[
@@ -68,20 +68,20 @@ def attack(
 ) -> None:
     """Attack a trained network: accuracy, clean and under each attack, with a check-up for misleading gradients.
 
-    A run folder keeps the records; one is made of a file of weights.
+    A run folder keeps the records; for a file of weights, one is made.
     """
     if records or forget is not None:
         _edit(run, forget)
         return
     try:
         register(formulas)
-        run = _folder_of(run, trust_formulas)
-        source = None if source is None else _folder_of(source, trust_formulas)
         number = parse_eps(eps)
         norm = shared_norm([parse_attack(part) for part in attacks.split(",")])
         check_eps(number, norm)
         if check and number > 1.0:
             raise ValueError(f"eps={number:g}: the check-up is for ℓ∞, where ε is at most 1; do without it: --no-check")
+        run = _folder_of(run, trust_formulas)
+        source = None if source is None else _folder_of(source, trust_formulas)
         found = Run(run)
         earlier = found.attacks  # a damaged file is better found now
         found.check_writable()
@@ -105,7 +105,7 @@ def attack(
             )
         _show(run, result)  # first, so that it is seen where it cannot be written
         path = found.write_attacks(replaced(found.attacks, result)) if replace else found.add_attack(result)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, InUse) as error:
         fail(error)
     say(f"added to {path}")
     if not replace and _again(earlier, result):
@@ -138,13 +138,14 @@ def _again(records: list[dict[str, Any]], new: dict[str, Any]) -> bool:
 def _edit(run: Path, forget: str | None) -> None:
     """Remove the records that are named, if any, and list those that are left."""
     try:
-        found = Run(_folder_of(run))
-        kept = found.attacks
+        found = restored_run(run) if is_trained_file(run) else Run(run)
+        kept = [] if found is None else found.attacks
         if forget is not None:
             gone = _numbers(forget, len(kept))
             kept = [record for number, record in enumerate(kept, 1) if number not in gone]
-            path = found.write_attacks(kept)
-            say(f"{len(gone)} {'record' if len(gone) == 1 else 'records'} removed from {path}")
+            if found is not None:
+                path = found.write_attacks(kept)
+                say(f"{len(gone)} {'record' if len(gone) == 1 else 'records'} removed from {path}")
     except (ValueError, OSError) as error:
         fail(error)
     for number, record in enumerate(kept, 1):

@@ -8,7 +8,7 @@ import typer
 
 from dcnet.cli.common import AsJSON, DataRoot, Device, Download, TrainedArgument, fail, say, show_json, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
-from dcnet.training import evaluate_run, joined, open_trained
+from dcnet.training import Run, evaluate_run, joined, open_trained
 
 
 def evaluate(
@@ -55,7 +55,6 @@ def evaluate(
     if result.unfinished_after is not None:
         steps, epochs = found.recipe.steps, found.recipe.epochs
         length = f"{steps} steps" if steps is not None else f"{epochs:g} epochs"
-        say(
-            f"{run} is unfinished: these are its weights after {result.unfinished_after} steps, of {length}. "
-            f"Go on with: dcnet train --resume {quote(str(run))}"
-        )
+        restored = isinstance(found, Run) and found.restored
+        more = "" if restored else f" Go on with: dcnet train --resume {quote(str(run))}"
+        say(f"{run} is unfinished: these are its weights after {result.unfinished_after} steps, of {length}.{more}")

@@ -89,7 +89,7 @@ def table(
     into: Annotated[
         list[Path] | None, typer.Option(help="Train nothing: put the tables between their marks in this Markdown file.")
     ] = None,
-    differences: Annotated[
+    picture_file: Annotated[
         Path | None,
         typer.Option(
             "--picture", help="Train nothing: draw how far our test errors are from the paper's (png, svg or pdf)."
@@ -115,7 +115,7 @@ def table(
 ) -> None:
     try:
         register(formulas)
-        written = bool(render or into or differences)
+        written = bool(render or into or picture_file)
         chosen = [find_table(name) for name in names or (TABLES if show or written else [])]
         if not chosen:
             raise ValueError(f"name the tables to train; known: {', '.join(TABLES)}")
@@ -125,13 +125,13 @@ def table(
         seconds = _seconds(budget)
         book = Ledger(ledger or runs / "ledger.jsonl")
         if written:
-            if differences is not None:
-                check_format(differences)
+            if picture_file is not None:
+                check_format(picture_file)
             if render is not None or into:
                 _write(chosen, book, render, into or [], _set(fields or []))
-            if differences is not None:
-                save_figure(picture(chosen, book, **_set(fields or [])), differences)
-                say(f"{differences} written")
+            if picture_file is not None:
+                save_figure(picture(chosen, book, **_set(fields or [])), picture_file)
+                say(f"{picture_file} written")
             return
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         settings: dict[str, Any] = {
@@ -144,6 +144,8 @@ def table(
             raise ValueError(f"unknown schedule {which!r}.{nearest(which, SCHEDULES)} Possible: {', '.join(SCHEDULES)}")
         check_matches(chosen, match)
         plans = [plan(one, book, runs, which, _seeds(seeds), match, keep_weights, **settings) for one in chosen]
+        for file in dict.fromkeys(file for one in plans for file in one.unused):
+            say(f"{file}: not used, since these are not the weights of the network that counts in {book.path}")
         if show:
             _show(plans, book)
             _show_others(plans, book, which, settings)

@@ -100,6 +100,8 @@ def metrics_of(run: Run) -> list[dict[str, Any]]:
     Args:
         run: the run.
     """
+    if not run.metrics and run.restored:
+        raise ValueError(f"{run.folder} has no metrics: it was made from a file of weights")
     if not run.metrics:
         raise ValueError(
             f"{run.folder} has no metrics: its first epoch is not over. Go on with: dcnet train --resume "

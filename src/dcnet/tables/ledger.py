@@ -12,13 +12,13 @@ from dcnet.training import Recipe, Run, recorded
 
 # Fields for how a recipe is computed, not for what: recipes that differ only in these fill the same cell. Precision is
 # not one of them.
-_COMPUTED = ("channels_last", "graphs", "compile", "deterministic", "evaluate_every", "save_every")
+COMPUTED = ("channels_last", "graphs", "compile", "deterministic", "evaluate_every", "save_every")
 _FROM_RESULT = ("seconds", "device", "devices", "torch", "triton", "python", "dcnet", "commit")
 
 
 def kind_of(recipe: Recipe) -> tuple[Any, ...]:
     """Return the key of the cell that a recipe fills, without data, precision and seed."""
-    apart = (*_COMPUTED, "data", "precision", "seed")
+    apart = (*COMPUTED, "data", "precision", "seed")
     return tuple(getattr(recipe, field.name) for field in fields(recipe) if field.name not in apart)
 
 
@@ -86,12 +86,19 @@ class Ledger:
         """Return the entry of the same cell that counts: see `counting`."""
         return self.counting.get(cell_of(recipe), {}).get(setup)
 
+    def counts(self, recipe: Recipe, result: dict[str, Any] | None) -> bool:
+        """Return whether a result is that of the training that counts, or the first one of its cell."""
+        entry = self.find(recipe)
+        return result is not None and (entry is None or _of_training(entry.record) == _of_training(_numbers(result)))
+
     def _count(self, entry: Entry) -> None:
         self.entries.append(entry)
+        counting = self.counting.setdefault(cell_of(entry.recipe), {})
         if entry.setup is None:
-            self.counting[cell_of(entry.recipe)] = {None: entry}
-        else:
-            self.counting.setdefault(cell_of(entry.recipe), {})[entry.setup] = entry
+            before = counting.get(None)
+            if before is not None and _of_training(before.record) != _of_training(entry.record):
+                counting.clear()
+        counting[entry.setup] = entry
 
     def add(self, cell: str, run: Run, jobs: int) -> Entry:
         """Add the result of a run that is finished or has diverged."""
@@ -138,17 +145,43 @@ class Ledger:
 def keep_record(run: Run, into: Path) -> None:
     """Copy the records of a run, without checkpoint and logs, into a folder of the same name.
 
-    Of the learned radii, only the last ones are kept.
+    Of the learned radii, only the last ones are kept. Records there of an earlier training are replaced; of the same
+    training, what the run folder does not have is kept.
     """
     folder = into / run.folder.name
+    metrics, attacks = run.metrics, run.attacks
+    if (before := kept_record(run, into)) is not None:
+        attacks = all_attacks(before.attacks, attacks)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("recipe.json", "result.json", "diverged.json", "attacks.json"):
+    for name in ("recipe.json", "result.json", "diverged.json"):
         if (run.folder / name).is_file():
             shutil.copy(run.folder / name, folder / name)
-    if metrics := run.metrics:  # a run that was restored from its weights has none
+        else:
+            (folder / name).unlink(missing_ok=True)
+    if metrics:
         *earlier, last = metrics
         kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + [last]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+    elif before is None:  # those there, if any, are of an earlier training
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+    if attacks:
+        Run(folder).write_attacks(attacks)
+    else:
+        (folder / "attacks.json").unlink(missing_ok=True)
+
+
+def kept_record(run: Run, records: Path) -> Run | None:
+    """Return what `keep_record` has kept of the same training; None if there is nothing."""
+    folder = records / run.folder.name
+    kept = Run(folder) if (folder / "recipe.json").is_file() else None
+    same = kept is not None and (kept.result, kept.divergence) == (run.result, run.divergence)
+    return kept if same else None
+
+
+def all_attacks(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records of attacks: those of now, and before them those that are neither there nor of the same set-up."""
+    setups = {record["setup"] for record in now if "setup" in record}
+    return [record for record in before if record not in now and record.get("setup") not in setups] + now
 
 
 def _end_last_line(path: Path) -> None:
@@ -158,18 +191,32 @@ def _end_last_line(path: Path) -> None:
             file.truncate(text.rfind(b"\n") + 1)
 
 
+def _of_training(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a line that no two trainings of a cell share."""
+    return {name: record.get(name) for name in ("error", "epoch", *_FROM_RESULT)}
+
+
+def _numbers(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a finished run as lines have it."""
+    numbers = {
+        "error": round(100.0 - result["accuracy"], 4),
+        "top5_error": round(100.0 - result["top5_accuracy"], 4),
+        "epoch": result["epochs"],
+    }
+    return {**numbers, **_provenance(result)}
+
+
+def _provenance(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("classes", *_FROM_RESULT)}
+
+
 def _findings(run: Run) -> dict[str, Any]:
     """Return the error of the last epoch, or the epoch of the divergence, with the provenance."""
-    result, divergence = run.result, run.divergence
-    if result is not None:
-        found = {
-            "error": round(100.0 - result["accuracy"], 4),
-            "top5_error": round(100.0 - result["top5_accuracy"], 4),
-            "epoch": result["epochs"],
-        }
-        found["train_error"] = round(100.0 - run.metrics[-1]["train_accuracy"], 4)
-    else:
+    result, divergence, metrics = run.result, run.divergence, run.metrics
+    if result is None:
         assert divergence is not None
-        result = divergence
         found = {"error": None, "top5_error": None, "epoch": divergence["epoch"], "why": divergence["why"]}
-    return {**found, "classes": result["classes"], **{name: result[name] for name in _FROM_RESULT}}
+        return {**found, **_provenance(divergence)}
+    if not metrics:  # a run that was restored from its weights
+        return _numbers(result)
+    return {**_numbers(result), "train_error": round(100.0 - metrics[-1]["train_accuracy"], 4)}

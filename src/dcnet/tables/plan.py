@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcnet.tables.ledger import Entry, Ledger, cell_of
+from dcnet.tables.ledger import COMPUTED, Entry, Ledger, cell_of
 from dcnet.tables.table import SMOKE_IMAGES, Cell, Setup, Table
-from dcnet.training import Recipe, Run
+from dcnet.training import Recipe, Run, read_about, recorded
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,21 @@ class Task:
     setup: Setup | None = None
     source: Path | None = None  # the run folder of the network that adversarial images are made on
     images: int | None = None  # how many to attack; None for all
+    kept: dict[Path, Path] = field(default_factory=dict, compare=False)  # files of weights to restore folders from
 
     @property
     def ended(self) -> Run | None:
         """The run, if the task is done: the run is finished, has diverged, or has been attacked; else None."""
         if self.setup is not None:
-            return Run(self.folder) if self.found is not None else None
+            return Run(self.folder) if self.ready and self.found is not None else None
         ends = [name for name in ("result.json", "diverged.json") if (self.folder / name).is_file()]
-        return Run(self.folder) if ends else None
+        return Run(self.folder) if ends and self.other is None else None
+
+    @property
+    def other(self) -> Recipe | None:
+        """The recipe of the run in the folder, if that is of another cell; else None."""
+        there = Run(self.folder).recipe if (self.folder / "recipe.json").is_file() else self.recipe
+        return None if cell_of(there) == cell_of(self.recipe) else there
 
     @property
     def found(self) -> dict[str, Any] | None:
@@ -51,11 +58,15 @@ class Task:
 
 @dataclass
 class Plan:
-    """The state of a table under one schedule: entries of the cells that are done, and tasks for the others."""
+    """The state of a table under one schedule: entries of the cells that are done, and tasks for the others.
+
+    unused: files of kept weights that are not those of the network that counts.
+    """
 
     table: Table
     done: list[tuple[Cell, Entry]] = field(default_factory=list)
     missing: list[Task] = field(default_factory=list)
+    unused: list[Path] = field(default_factory=list)
 
 
 def plan(
@@ -71,21 +82,32 @@ def plan(
     """Return which cells are done and which have to be trained or attacked, seed by seed.
 
     matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises if one of
-    them finds nothing. weights: a folder of weights that were kept: these networks need no training before attacks.
-    settings: recipe fields of all cells.
+    them finds nothing. weights: a folder of weights that were kept: these networks need no training before attacks,
+    if they are those of the training that counts. settings: recipe fields of all cells. Attacks on a network that has
+    not converged are done: its entry stands for them.
     """
     found = Plan(table)
     folders: dict[tuple[Any, ...], Path] = {}
+    kept: dict[Path, Path] = {}
+    named = [f"{name}={settings[name]}" for name in sorted(settings) if name not in (*COMPUTED, "data", "precision")]
 
     def network(recipe: Recipe, name: str, paper: Any, needs_weights: bool) -> Path:
         """Return the run folder of a network; add a task to train it if it is missing."""
         known = cell_of(recipe)
         if known not in folders:
-            how = f"{recipe.data}, {schedule} schedule, {recipe.precision}, seed {recipe.seed}"
+            how = ", ".join((recipe.data, f"{schedule} schedule", recipe.precision, *named, f"seed {recipe.seed}"))
             title = f"{table.networks or table.name}: {name}, {how}"
             folders[known] = runs / _slug(title)
-            trained = (folders[known] / "result.json").is_file() or kept_weights(folders[known], weights) is not None
-            if ledger.find(recipe) is None or (needs_weights and not trained):
+            trained = _in_folder(folders[known], recipe, ledger)
+            file = None if weights is None else weights / f"{folders[known].name}.safetensors"
+            if not trained and file is not None and file.is_file():
+                trained = _of_what_counts(file, recipe, ledger)
+                if trained:
+                    kept[folders[known]] = file
+                else:
+                    found.unused.append(file)
+            entry = ledger.find(recipe)
+            if entry is None or (needs_weights and not trained and not entry.diverged):
                 found.missing.append(Task(title, recipe, folders[known], paper, table.measure))
         return folders[known]
 
@@ -93,7 +115,11 @@ def plan(
         for cell in _matching(table, matches):
             recipe = table.recipe(cell, schedule, seed, **settings)
             setup = cell.attack[0] if cell.attack is not None else None
-            if entry := ledger.find(recipe, None if setup is None else setup.name):
+            network_entry = ledger.find(recipe)
+            entry = network_entry if setup is None else ledger.find(recipe, setup.name)
+            if network_entry is not None and network_entry.diverged:
+                entry = network_entry
+            if entry is not None:
                 found.done.append((cell, entry))
                 continue
             compared = (schedule, recipe.data) == ("paper", table.recipe(cell).data)
@@ -109,20 +135,27 @@ def plan(
             source = None if made_on is None else network(made_on, setup.name.removeprefix("from "), None, True)
             images = SMOKE_IMAGES if schedule == "smoke" else None
             title = f"{folder.name}: {setup.name}"
-            found.missing.append(Task(title, recipe, folder, None, table.measure, setup, source, images))
+            restored = {place: kept[place] for place in (folder, source) if place in kept}
+            found.missing.append(Task(title, recipe, folder, None, table.measure, setup, source, images, restored))
     found.missing = in_order(found.missing)
     return found
 
 
-def kept_weights(folder: Path | None, weights: Path | None) -> Path | None:
-    """Return the file with the weights of a run folder's network in the folder of kept weights; None if there is none.
+def _in_folder(folder: Path, recipe: Recipe, ledger: Ledger) -> bool:
+    """Return whether the trained network that counts is in its run folder, with its weights."""
+    run = Run(folder) if (folder / "result.json").is_file() else None
+    return (
+        run is not None
+        and run.checkpoint.is_file()
+        and cell_of(run.recipe) == cell_of(recipe)
+        and ledger.counts(recipe, run.result)
+    )
 
-    Runs that are not in the folder any more can be restored from it.
-    """
-    if folder is None or weights is None:
-        return None
-    path = weights / f"{folder.name}.safetensors"
-    return path if path.is_file() else None
+
+def _of_what_counts(file: Path, recipe: Recipe, ledger: Ledger) -> bool:
+    """Return whether a file has the weights of the network that counts, from which its run folder can be restored."""
+    about = read_about(file)
+    return cell_of(recorded(about["recipe"])) == cell_of(recipe) and ledger.counts(recipe, about.get("result"))
 
 
 def in_order(tasks: Iterable[Task]) -> list[Task]:

@@ -16,10 +16,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dcnet.tables.ledger import Ledger, keep_record
-from dcnet.tables.plan import Task, kept_weights
+from dcnet.tables.ledger import Ledger, all_attacks, keep_record, kept_record
+from dcnet.tables.plan import Task
 from dcnet.tables.table import MEASURES
-from dcnet.training import Interrupted, NonFiniteLoss, find_data, joined, open_run, restore_run, save_weights, train
+from dcnet.training import (
+    Interrupted,
+    NonFiniteLoss,
+    Run,
+    find_data,
+    joined,
+    open_run,
+    recipe_differences,
+    restore_run,
+    save_weights,
+    train,
+)
 from dcnet.training.interruption import Interruption
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
@@ -45,6 +56,7 @@ class Runner:
 
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
+        self._check_folders(tasks)
         self._find_data(tasks)
         self._restore(tasks)
         until = time.monotonic() + seconds
@@ -90,23 +102,40 @@ class Runner:
                 time.sleep(0.1)
         return failed
 
+    def _check_folders(self, tasks: list[Task]) -> None:
+        """Raise if the run folder of a task has another run, of another cell or of a training that does not count."""
+        for task in tasks:
+            what = None
+            if (there := task.other) is not None:
+                what = f"holds the run of another cell: {', '.join(recipe_differences(there, task.recipe).values())}"
+            elif task.setup is None and task.ended is not None and self.ledger.find(task.recipe) is not None:
+                what = f"holds another training of this cell than the one that counts in {self.ledger.path}"
+                if self.ledger.counts(task.recipe, task.ended.result):
+                    what = f"holds this cell without the weights ({task.ended.checkpoint.name}) that attacks need"
+            if what is not None:
+                raise ValueError(
+                    f"{task.folder} {what}. Possible: another folder (--runs), or remove that one to train it again"
+                )
+
     def _find_data(self, tasks: list[Task]) -> None:
         """Raise if data is missing, here instead of in the process of every cell; fetch it if asked to."""
         for name in dict.fromkeys(task.recipe.data for task in tasks if task.ended is None):
             find_data(name, self.options.get("data_root", "data"), bool(self.options.get("download")))
 
     def _restore(self, tasks: list[Task]) -> None:
-        """Make run folders of kept weights, with the records that were kept, for attacks on networks trained before."""
-        for folder in dict.fromkeys(folder for task in tasks if task.setup for folder in (task.folder, task.source)):
-            path = kept_weights(folder, self.weights)
-            if folder is None or path is None or (folder / "checkpoint.safetensors").is_file():
-                continue
+        """Make run folders from kept weights, for attacks on networks trained before, and complete their records."""
+        for folder, path in {folder: path for task in tasks for folder, path in task.kept.items()}.items():
             restore_run(path, folder)
             self.say(f"{folder.name}: its weights are those in {path}")
-            for name in ("metrics.jsonl", "attacks.json"):
-                record = None if self.records is None else self.records / folder.name / name
-                if record is not None and record.is_file() and not (folder / name).is_file():
-                    shutil.copy(record, folder / name)
+        for folder in dict.fromkeys(task.folder for task in tasks if task.setup is not None and task.ready):
+            run = Run(folder)
+            kept = None if self.records is None else kept_record(run, self.records)
+            if kept is None:
+                continue
+            if (kept.folder / "metrics.jsonl").is_file() and not run.metrics:
+                shutil.copy(kept.folder / "metrics.jsonl", folder / "metrics.jsonl")
+            if (attacks := all_attacks(kept.attacks, run.attacks)) != run.attacks:
+                run.write_attacks(attacks)
 
     def _expected(self, jobs: int, running: int) -> float:
         """Return an upper estimate of the seconds for one more cell besides those that are running.
@@ -132,6 +161,7 @@ class Runner:
         """Train the tasks one after the other, each on all of torchrun's processes."""
         if any(task.setup is not None for task in tasks):
             raise ValueError("attacks are made on one device each: run this table without torchrun")
+        self._check_folders(tasks)
         until = time.monotonic() + seconds
         with joined(self.options.get("device")) as ranks:
             for task in tasks:
@@ -149,7 +179,8 @@ class Runner:
 
     def _start(self, task: Task, jobs: int) -> subprocess.Popen[bytes]:
         """Start a process that does the task; what it prints goes to a file in the run folder."""
-        open_run(task.folder, task.recipe)
+        if not (task.folder / "recipe.json").is_file():
+            open_run(task.folder, task.recipe)
         threads = max(1, (os.cpu_count() or 1) // jobs)
         attack = {"setup": asdict(task.setup), "source": task.source, "images": task.images} if task.setup else None
         what = {"options": self.options, "attack": attack}

@@ -12,15 +12,15 @@ from dcnet.training.interruption import Interrupted
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe, change
 from dcnet.training.recipe_data import find_data, open_data
-from dcnet.training.recipes import RECIPES, make_recipe, read_recipe, recorded
-from dcnet.training.restore import restore_run
+from dcnet.training.recipes import RECIPES, make_recipe, read_recipe, recipe_differences, recorded
+from dcnet.training.restore import restore_run, restored_run
 from dcnet.training.run import Run, build_model, run_folders
 from dcnet.training.run_evaluation import RunEvaluation, evaluate_run
 from dcnet.training.run_prediction import Prediction, classes_of, predict_run
 from dcnet.training.settings import autocast_of, settings
 from dcnet.training.tensorboard import TensorBoard
 from dcnet.training.trainer import train
-from dcnet.training.weights import save_weights
+from dcnet.training.weights import read_about, save_weights
 from dcnet.util.lock import InUse
 
 __all__ = [
@@ -55,9 +55,12 @@ __all__ = [
     "open_run",
     "open_trained",
     "predict_run",
+    "read_about",
     "read_recipe",
+    "recipe_differences",
     "recorded",
     "restore_run",
+    "restored_run",
     "run_folders",
     "save_weights",
     "settings",

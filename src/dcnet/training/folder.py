@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from dcnet.training.checkpoint import load_state
 from dcnet.training.own_formulas import FILE as FORMULAS
 from dcnet.training.own_formulas import check_formulas, keep_formulas
 from dcnet.training.recipe import Recipe, change
+from dcnet.training.recipes import recipe_differences
 from dcnet.training.run import Run
 from dcnet.training.schedule import Schedule
 from dcnet.util.files import remove_partial, write_json
@@ -74,9 +74,8 @@ class Place:
         if self.overwrite:
             _clear(folder)
         keep_formulas(folder, self.recipe)
+        _set_aside_results(folder)  # of another length, or of the steps so far
         if not _holds(folder, self.recipe):
-            if (folder / "recipe.json").is_file():
-                _set_aside_results(folder)  # of another length
             write_json(folder / "recipe.json", asdict(self.recipe), indent=2)
         return folder
 
@@ -108,19 +107,18 @@ class Place:
         """Raise if another recipe's run is in the folder."""
         if not (folder / "recipe.json").is_file():
             return
-        there, here = asdict(Run(folder).recipe), asdict(self.recipe)
-        other = {name: (there[name], value) for name, value in here.items() if there[name] != value}
+        there = Run(folder).recipe
+        other = recipe_differences(there, self.recipe)
         if not other or (self.extend and set(other) <= set(LENGTH)):
             return
-        differences = ", ".join(f"{name}={old!r} there, {new!r} here" for name, (old, new) in other.items())
         hint = "Choose another folder, or overwrite that run: --overwrite (in Python overwrite=True)"
-        if set(other) <= set(LENGTH) and not _shorter(here, there):
+        if set(other) <= set(LENGTH) and not _shorter(self.recipe, there):
             flag = (
                 f"--steps {self.recipe.steps}" if self.recipe.steps is not None else f"--epochs {self.recipe.epochs:g}"
             )
             command = f"dcnet train --resume {quote(str(folder))} {flag}"
             hint += f"; or go on with it to another length: {command} (in Python extend=True)"
-        raise ValueError(f"{folder} holds another recipe's run: {differences}. {hint}")
+        raise ValueError(f"{folder} holds another recipe's run: {', '.join(other.values())}. {hint}")
 
 
 def open_run(folder: Path, recipe: Recipe) -> Run:
@@ -154,12 +152,12 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
                 "go on to another length. Possible: a run of its own, with --run FOLDER"
             )
         return
-    state = load_state(run.checkpoint)
-    if state.get("weights_only"):
+    if run.restored:
         raise ValueError(
-            f"{run.folder} was made of a file of weights, and has no optimizer to go on with. Possible: a run of its "
+            f"{run.folder} was made from a file of weights, and has no optimizer to go on with. Possible: a run of its "
             f"own that starts from them: --pretrained {quote(str(run.folder))}"
         )
+    state = load_state(run.checkpoint)
     before, done = change(Recipe(), **state["recipe"]), int(state["step"])
     if before == recipe or not same_but_length(
         before, recipe
@@ -186,10 +184,11 @@ def check_length(run: Run, recipe: Recipe, per_epoch: int) -> None:
         )
 
 
-def _shorter(here: dict[str, Any], there: dict[str, Any]) -> bool:
+def _shorter(here: Recipe, there: Recipe) -> bool:
     """Return whether a length is less than another of the same kind."""
-    unit = "epochs" if here["steps"] is None else "steps"
-    return (here["steps"] is None) == (there["steps"] is None) and here[unit] < there[unit]
+    if here.steps is None or there.steps is None:
+        return here.steps is there.steps and here.epochs < there.epochs
+    return here.steps < there.steps
 
 
 def same_but_length(a: Recipe, b: Recipe) -> bool:

@@ -1,6 +1,7 @@
 """Recipes by name (the paper's, a quick one, the demo's), and recipes in files."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,9 @@ def recorded(values: dict[str, Any]) -> Recipe:
     """Return the recipe of a record with these values, from this version or one with fewer fields."""
     whole = len(values) > len(hints) // 2  # a record has all fields of its time; a few fields are written by hand
     return change(Recipe(), **((_BEFORE | values) if whole else values))
+
+
+def recipe_differences(there: Recipe, here: Recipe) -> dict[str, str]:
+    """Return the fields in which two recipes differ, with words for each."""
+    pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
+    return {name: f"{name}={old!r} there, {new!r} here" for name, (old, new) in pairs.items() if old != new}

@@ -245,19 +245,30 @@ class Run:
         return load_state(self.checkpoint).get("conversion") if self.checkpoint.is_file() else None
 
     @property
+    def restored(self) -> bool:
+        """Whether it was made from a file of weights, so that its training cannot go on."""
+        return self.checkpoint.is_file() and bool(load_state(self.checkpoint).get("weights_only"))
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The state dict of `model`."""
+        if not self.checkpoint.is_file():
+            raise FileNotFoundError(self._no_weights)
+        tensors, _ = load_checkpoint(self.checkpoint)
+        weights = without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors)
+        return weights | without_prefix("calibrated/", tensors)
+
+    @property
     def model(self) -> nn.Module:
         """The network with the weights of the last checkpoint, or their moving average, in evaluation mode.
 
         If there was an evaluation at that checkpoint, the running averages are those that it used.
         """
-        if not self.checkpoint.is_file():
-            raise FileNotFoundError(self._no_weights)
+        weights = self.weights
         check_formulas(self.folder, self.recipe)
-        tensors, state = load_checkpoint(self.checkpoint)
-        model = build_model(self.recipe, state["shape"], state.get("conversion"))
+        model = build_model(self.recipe, self.shape, self.conversion)
         try:
-            weights = without_prefix("ema/" if self.recipe.ema is not None else "model/", tensors)
-            model.load_state_dict(weights | without_prefix("calibrated/", tensors))
+            model.load_state_dict(weights)
         except RuntimeError as error:
             reason = one_mismatch(error)
             raise ValueError(f"{self.checkpoint} does not fit {self.folder / 'recipe.json'}: {reason}") from error

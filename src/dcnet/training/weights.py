@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from dcnet.deploy.weights import conversion_in
 from dcnet.formulas.sources import check_source, execute_source
 from dcnet.robustness.records import check_up_at, eps_of
 from dcnet.training.checkpoint import FORMAT as CHECKPOINT
+from dcnet.training.checkpoint import load_state
 from dcnet.training.own_formulas import FILE as FORMULAS
 from dcnet.training.own_formulas import names_of
 from dcnet.training.recipe import Recipe
@@ -63,6 +66,7 @@ def trained_by(run: Run) -> Trained:
         "shape": run.shape,
         "classes": list(run.classes),
         "result": run.result,
+        "step": load_state(run.checkpoint)["step"],
         "conversion": run.conversion,
         "robustness": robustness_of(run),
     }
@@ -129,7 +133,12 @@ def summary_of(attacks: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a safetensors file and its metadata."""
-    path = Path(path)
+    with _open(Path(path)) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
     if path.suffix.lower() in _PICKLES:
         raise ValueError(
             f"{path} is a pickle by its name, and pickles, which can execute code, are never loaded; "
@@ -140,9 +149,15 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise FileNotFoundError(f"there is no file {path} (looked at {path.resolve()})")
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            yield file
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Return the description of the network in a file of `save_weights`, without reading its weights."""
+    with _open(path) as file:
+        return about_of(path, file.metadata() or {})
 
 
 def about_of(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
