@@ -4,6 +4,9 @@ READY := .venv/.ready
 
 ECOSYSTEM := .venv-ecosystem
 
+# Beside other programs PyTorch's threads wait for each other many times as long without this (src/dcnet/training/processors.py)
+export GOMP_SPINCOUNT ?= 1000
+
 .PHONY: demo test slow lint docs bench ecosystem mutants sanitize clean
 
 ## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in about two minutes

@@ -102,6 +102,7 @@ def main() -> None:
             {"network": name, "seconds": round(seconds, 3), "least": min(times[name]), "most": max(times[name])}
             | {"ratio": round(ratio, 3), "ratio of sums": round(total[name] / total["plain"], 3)}
             | {"turns": options.turns, "threads": torch.get_num_threads(), "steps": options.steps, "busy": options.busy}
+            | {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT")}
         )
     if options.csv is not None:
         write(options.csv, rows, "seconds as the runs record them, networks in turn, wall clock")

@@ -33,19 +33,21 @@ def syntax_tree(formula: Formula) -> ast.FunctionDef:
     """Return the formula's definition, with the line numbers of its file."""
     code = formula.function.__code__
     where = f"{formula.kind} {formula.name!r} cannot be translated: "
+    unreadable = (
+        f"{where}its source cannot be read, as it was defined in {code.co_filename}; define it in a file or a notebook"
+    )
     try:
         tree = ast.parse("".join(inspect.findsource(code)[0]))
     except (OSError, SyntaxError) as error:
-        raise ValueError(
-            f"{where}its source cannot be read, as it was defined in {code.co_filename}; define it in a file or "
-            "a notebook"
-        ) from error
+        raise ValueError(unreadable) from error
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
             continue
         first = node.decorator_list[0] if node.decorator_list else node
         if first.lineno == code.co_firstlineno:
             return node
+    if code.co_filename == "<string>":  # of exec; what Python 3.13 knows by this name is the code of `python -c`
+        raise ValueError(unreadable)
     raise ValueError(f"{where}line {code.co_firstlineno} of {code.co_filename} has no 'def {code.co_name}' (any more)")
 
 

@@ -32,6 +32,7 @@ from dcnet.training import (
     train,
 )
 from dcnet.training.interruption import Interruption
+from dcnet.training.processors import SHORT_WAITS
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
 _WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
@@ -190,7 +191,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads)} | os.environ,  # a user's own number stands
+                env={"OMP_NUM_THREADS": str(threads)} | SHORT_WAITS | os.environ,  # a user's own numbers stand
             )
 
     def _enter(self, task: Task, jobs: int) -> None:

@@ -18,6 +18,7 @@ from dcnet.training.folder import Place, check_length
 from dcnet.training.interruption import Interrupted, Interruption
 from dcnet.training.learned import learned_quantiles
 from dcnet.training.prepare import given_recipe, prepare
+from dcnet.training.processors import SharedProcessors
 from dcnet.training.progress import progress_for, say_finished
 from dcnet.training.ranks import Ranks, joined
 from dcnet.training.recipe import Recipe
@@ -91,7 +92,10 @@ def train(
         if not overwrite and (where / "recipe.json").is_file():
             check_length(Run(where), recipe, per_epoch)
         run = Run(ranks.from_first(lambda: place.enter(where)))
-        progress = Callbacks([*([] if quiet else [progress_for()]), *told.parts] if ranks.first else [])
+        shown = [] if quiet else [progress_for()]
+        if shown and ranks.world == 1 and ranks.device.type == "cpu" and isinstance(data, Resident):
+            shown.append(SharedProcessors(shown[0].note))
+        progress = Callbacks([*shown, *told.parts] if ranks.first else [])
         with closing(progress), Interruption() as interruption:
             try:
                 _train(state, run, data, per_epoch, progress, interruption)
