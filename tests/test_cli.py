@@ -148,6 +148,12 @@ def test_every_field_is_a_flag():
     text = call("train", "--help").output
     for field in dataclasses.fields(dcnet.Recipe):
         assert f"--{field.name.replace('_', '-')}" in text
+    narrow = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
+    for field in dataclasses.fields(dcnet.Recipe):  # whole, also where it has an opposite
+        assert f"│ --{field.name.replace('_', '-')} " in narrow
+    assert "…" not in narrow.split("─ Recipe ─")[1]
+    assert "Its opposite: --no-graphs." in text
+    assert "Default: 8/255." in text
 
 
 def test_attack(tmp_path):

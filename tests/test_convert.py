@@ -340,9 +340,7 @@ def test_what_an_optimizer_does_not_know():
     assert any(note.startswith("the optimizer has no parameter of 0,") for note in report.notes)
     report = dcnet.decouple_(nn.Conv2d(3, 4, 3))
     assert report.added == ["raw_radius"]
-    assert "an optimizer made before does not know the 1 new parameters (raw_radius, …): pass it as optimizer=" in str(
-        report
-    )
+    assert "an optimizer made before does not know 1 new parameter (raw_radius): pass it as optimizer=" in str(report)
     assert dcnet.decouple_(nn.Conv2d(3, 4, 3), "sphere").notes == []
 
 

@@ -60,7 +60,7 @@ def test_others_stay_and_are_listed():
     assert report.coupled == [str(list(dcnet.magnitudes()).index("linear"))]
     assert len(report.left) == 8
     assert report.left["0"] == "sphere + cosine is no plain layer"
-    assert "1 layers made plain, 0 with their BatchNorm, 8 left" in str(report)
+    assert "1 layer made plain, 0 with BatchNorm, 8 left" in str(report)
     assert "left   8: seg + sigmoid:k=learned is no plain layer" in str(report)
     with pytest.raises(TypeError, match="couple_ takes a model, got str"):
         dcnet.couple_("model")

@@ -134,6 +134,16 @@ def test_inputs():
             layer(torch.zeros(2, 4, 6, 6, dtype=dtype))
         with pytest.raises(TypeError, match="input has dtype"):
             dcnet.patch_norm(torch.zeros(2, 4, 6, 6, dtype=dtype), 3)
+    for module in (layer, dcnet.DecoupledLinear(6, 4)):
+        with pytest.raises(TypeError, match=r"input has dtype torch\.float64, the weight torch\.float32; convert"):
+            module(X.double())
+        with pytest.raises(TypeError, match=r"input has dtype torch\.float64"), torch.autocast("cpu", torch.bfloat16):
+            module(X.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert module(X.half()).dtype == torch.bfloat16
+    for takes_model in (dcnet.parameter_groups, dcnet.decouple_):
+        with pytest.raises(TypeError, match="model must be the module itself, got generator"):
+            takes_model(layer.parameters())
     with pytest.raises(TypeError, match="input must be a tensor, got list"):
         layer([[1.0]])
     with pytest.raises(TypeError, match="weight has dtype"):

@@ -292,7 +292,8 @@ def test_kinks_are_allowed(catalogue):
     [
         ("magnitude", "tahn", "Did you mean 'tanh'.* Known: sphere, ball, tanh, linear, seg, log, mix"),
         ("angular", "cosin", "Did you mean 'cosine'"),
-        ("angular", "tanh", "unknown angular 'tanh'. It is a magnitude function"),
+        ("magnitude", "cosine", "unknown magnitude 'cosine'. It is one of the angular functions"),
+        ("angular", "tanh", "unknown angular 'tanh'. It is one of the magnitude functions"),
         ("magnitude", "tanh:radius=2", "argument of its own, radius="),
         ("angular", "sigmoid:k=learned,k=0.5", "gives k twice"),
         ("magnitude", "seg:gamma=1", "no parameter 'gamma'.*alpha, beta"),
@@ -326,7 +327,7 @@ def test_specs_round_trip():
         assert str(choose(kind, spec)) == spec
         assert choose(kind, choose(kind, spec)) == choose(kind, spec)
     assert str(choose("magnitude", " seg : alpha = 1 , beta = 0.5 ")) == "seg"
-    with pytest.raises(ValueError, match="is a magnitude function"):
+    with pytest.raises(ValueError, match="is one of the magnitude functions, not of"):
         choose("angular", dcnet.magnitudes()["tanh"])
     with pytest.raises(TypeError, match="must be a name"):
         choose("angular", 3)

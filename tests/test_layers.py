@@ -334,6 +334,8 @@ def test_recalibrate():
         dcnet.recalibrate_(net, [batches[0], torch.randn(1, 5, 8, 8)])
     with pytest.raises(TypeError, match="a batch must be a tensor"):
         dcnet.recalibrate_(net, [{"x": batches[0]}])
+    with pytest.raises(TypeError, match=r"an iterable of batches, got one tensor; possible: \[images\]"):
+        dcnet.recalibrate_(net, batches[0])
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
     assert [module.training for module in net.modules()] == modes

@@ -109,7 +109,7 @@ def test_a_model_without_such_layers_is_an_error():
     with pytest.raises(ValueError, match=r"ReLU has no layer of nn.Conv1d, nn.Conv2d, nn.Conv3d$"):
         dcnet.decouple_(nn.ReLU())
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"its 2 linear layers are converted with types=\(nn.Linear,\)"):
+    with pytest.raises(ValueError, match=r"for its 2 linear layers: types=\(nn.Linear,\)"):
         dcnet.decouple_(model)
     assert len(dcnet.decouple_(model, types=(nn.Linear,)).converted) == 2
 
@@ -283,7 +283,7 @@ def test_the_report_is_a_table():
     assert rows["1.layers.0"].left
     text = str(report)
     lines = text.splitlines()
-    assert lines[0] == "2 layers converted, 3 left as they were"
+    assert lines[0] == "2 layers converted, 3 left unchanged"
     assert lines[2].split() == ["layer", "kind", "what", "became", "of", "it", "parameters", "multiply-adds"]
     assert "0            Conv2d 3×3/2          tanh + cosine       216 → 224  3,456 → 4,304" in text
     assert "left (1)" in text

@@ -3,6 +3,8 @@
 Ctrl-C does, and so does an error in a network of the user's own.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -10,6 +12,8 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from dcnet.cli.common import fail, say
 from dcnet.models import error_of_own_code
+
+RECIPE = "Recipe"  # the panel of flags that are the fields of a recipe
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
@@ -19,11 +23,30 @@ def _without_types(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+@contextmanager
+def _opposites_in_words(parameters: list[Any]) -> Iterator[None]:
+    """Name the opposites of a recipe's flags in their help: a column for them leaves no room for whole names."""
+    switches = [p for p in parameters if p.secondary_opts and p.rich_help_panel == RECIPE]
+    before = [(switch.help, switch.secondary_opts) for switch in switches]
+    for switch in switches:
+        switch.help = f"{switch.help} Its opposite: {switch.secondary_opts[0]}."
+        switch.secondary_opts = []
+    try:
+        yield
+    finally:
+        for switch, (words, opposites) in zip(switches, before, strict=True):
+            switch.help, switch.secondary_opts = words, opposites
+
+
 class Command(TyperCommand):
     """A command whose flags have no `<bool>` after them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with _opposites_in_words(self.params):
+            super().format_help(ctx, formatter)
 
 
 class Group(TyperGroup):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dcnet.cli.common import DataRoot, Device, Download, fail, folder_path, run_row, say, show_runs
+from dcnet.cli.help import RECIPE
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.data import NAMES
 from dcnet.formulas import angulars, magnitudes, parse_number
@@ -68,6 +69,12 @@ def value_of_flag(name: str, given: Any) -> Any:
         raise typer.BadParameter(f"{given!r} is not {wanted}", param_hint=f"--{name.replace('_', '-')}") from None
 
 
+def _short(default: Any) -> Any:
+    """Return a default as one writes it: a number with endless digits, such as 8/255, as a fraction."""
+    endless = isinstance(default, float) and default != round(default, 6)
+    return f"{255 * default:g}/255" if endless else default
+
+
 _KNOWN = {
     "where": PRESETS,
     "data": NAMES,
@@ -101,14 +108,14 @@ def with_recipe_flags(command: Callable[..., None], without: Sequence[str] = ())
 
     flags = []
     for entry in entries:
-        default = ("auto" if bool in _kinds(entry.name) else "none") if entry.default is None else entry.default
+        default = ("auto" if bool in _kinds(entry.name) else "none") if entry.default is None else _short(entry.default)
         flag = f"--{entry.name.replace('_', '-')}"
         switch = f"{flag}/--no-{flag[2:]}" if bool in _kinds(entry.name) else flag
         several = " Several flags, or commas between them." if _is_names(entry.name) else ""
         text = f"{entry.metadata['help']}{several} Default: {default if default != () else 'none'}."
         known = _KNOWN.get(entry.name, entry.metadata["possible"])
         option = typer.Option(
-            switch, help=text, rich_help_panel="Recipe", show_default=False, autocompletion=_completion(known)
+            switch, help=text, rich_help_panel=RECIPE, show_default=False, autocompletion=_completion(known)
         )
         flags.append(
             inspect.Parameter(

@@ -89,7 +89,7 @@ def reason_to_leave(
         return "nn.MultiheadAttention multiplies by its weight without calling it"
     if kind not in types:
         if kind in TWINS:
-            return f"a nn.{kind.__name__}, which is not among types"
+            return f"an nn.{kind.__name__}, which is not among types"
         overridden = what_it_overrides(kind)
         if overridden:
             why = f"a subclass, {kind.__name__}, with a {overridden} of its own"

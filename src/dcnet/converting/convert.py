@@ -25,7 +25,7 @@ from dcnet.layers.options import LayerOptions, OtherOptions, Spec
 from dcnet.layers.selection import Selection, Selector
 from dcnet.layers.types import Batch, ExampleInput
 from dcnet.util.suggest import nearest
-from dcnet.util.text import few
+from dcnet.util.text import count, few
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -53,7 +53,7 @@ class DecoupleReport:
     fused: FuseReport = field(default_factory=FuseReport)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} layers converted, {len(self.skipped)} left as they were"]
+        lines = [f"{count(len(self.converted), 'layer')} converted, {len(self.skipped)} left unchanged"]
         lines += ["", *table_of(self.rows)] if self.rows else []
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines)
@@ -109,6 +109,8 @@ def decouple_(
         >>> report.converted
         ['0']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the module itself, got {type(model).__name__}")
     if isinstance(types, type):
         types = (types,)
     for kind in types:
@@ -193,11 +195,7 @@ def _check_there_is_something(
         return
     wanted = ", ".join(f"nn.{kind.__name__}" if kind in TWINS else kind.__name__ for kind in types)
     linear = sum(isinstance(module, nn.Linear) for module in layers.values())
-    hint = (
-        f"; its {linear} linear layers are converted with types=(nn.Linear,)"
-        if linear and nn.Linear not in types
-        else ""
-    )
+    hint = f"; for its {count(linear, 'linear layer')}: types=(nn.Linear,)" if linear and nn.Linear not in types else ""
     raise ValueError(
         f"there is nothing to convert: {type(model).__name__} has no layer of {wanted or 'no type at all'}{hint}"
     )
@@ -271,13 +269,12 @@ def _tell_optimizer(report: DecoupleReport, chosen: dict[str, nn.Module], groups
         decaying = [name for name, layer in chosen.items() if groups.decays(layer)]
         if decaying:
             report.notes.append(
-                f"the optimizer still decays the kernels of {len(decaying)} unweighted layers "
+                f"the optimizer still decays the kernels of {count(len(decaying), 'unweighted layer')} "
                 f"({decaying[0] or 'the model itself'}, …), "
                 "whose length means nothing; an optimizer made anew from dcnet.parameter_groups(model) does not",
             )
     elif report.added:
         report.notes.append(
-            f"an optimizer made before does not know the {len(report.added)} new parameters ({report.added[0]}, "
-            "…): pass it as optimizer=, "
-            "or make it now, from dcnet.parameter_groups(model)",
+            f"an optimizer made before does not know {count(len(report.added), 'new parameter')} "
+            f"({few(report.added)}): pass it as optimizer=, or make it now, from dcnet.parameter_groups(model)",
         )

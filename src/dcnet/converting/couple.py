@@ -25,6 +25,7 @@ from dcnet.layers.own_arithmetic import DecoupledConv2dSame
 from dcnet.layers.types import ExampleInput
 from dcnet.ops import Operator, compute_dtype, kernel_norm
 from dcnet.util.compat import BatchNorm
+from dcnet.util.text import count
 
 
 @dataclass
@@ -45,8 +46,8 @@ class CoupleReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.coupled)} layers made plain, {len(self.folded)} with their BatchNorm, "
-            f"{len(self.left)} left as they were"
+            f"{count(len(self.coupled), 'layer')} made plain, {len(self.folded)} with BatchNorm, "
+            f"{len(self.left)} left unchanged"
         ]
         lines += [
             f"  plain  {shown(name)}" + (f", with {self.folded[name]}" if name in self.folded else "")
@@ -113,7 +114,7 @@ def couple_(model: nn.Module, fold: bool = True, example_input: ExampleInput | N
         >>> from torch import nn
         >>> model = nn.Sequential(dcnet.DecoupledConv2d(3, 8, 3, magnitude="linear"), nn.BatchNorm2d(8)).eval()
         >>> print(dcnet.couple_(model))
-        1 layers made plain, 1 with their BatchNorm, 0 left as they were
+        1 layer made plain, 1 with BatchNorm, 0 left unchanged
           plain  0, with 1
     """
     if not isinstance(model, nn.Module):

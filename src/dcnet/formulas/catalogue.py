@@ -193,7 +193,7 @@ def look_up(kind: str, name: str) -> Formula:
     catalogue = CATALOGUES[kind]
     if name not in catalogue:
         other = "angular" if kind == "magnitude" else "magnitude"
-        guess = f" It is a {other} function." if name in CATALOGUES[other] else nearest(name, catalogue)
+        guess = f" It is one of the {other} functions." if name in CATALOGUES[other] else nearest(name, catalogue)
         raise ValueError(f"unknown {kind} {name!r}.{guess} Known: {', '.join(catalogue)}")
     return catalogue[name]
 
@@ -294,4 +294,4 @@ def choose(kind: str, spec: "str | Formula | Choice") -> Choice:
 
 
 def _wrong_kind(kind: str, formula: Formula) -> str:
-    raise ValueError(f"{formula.name!r} is a {formula.kind} function, not a {kind} function")
+    raise ValueError(f"{formula.name!r} is one of the {formula.kind} functions, not of the {kind} functions")

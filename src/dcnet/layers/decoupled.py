@@ -292,5 +292,7 @@ def own_forward(layer: Decoupled) -> str:
 
 def decoupled_layers(model: nn.Module, where: Selector = None) -> dict[str, Decoupled]:
     """Return the decoupled layers of a model that `where` selects by name, each once."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the module itself, got {type(model).__name__}")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Decoupled)}
     return selected(model, layers, where)

@@ -78,8 +78,8 @@ def average_statistics_(model: Model) -> Model:
     """Replace every running average by its mean over all ranks; return the model.
 
     Call it on all ranks, before an evaluation or a checkpoint of a model that was trained without `sync`. In
-    DistributedDataParallel that needs `broadcast_buffers=False`: by default it gives all ranks the averages of rank 0
-    before every forward, so that there is nothing left to average.
+    DistributedDataParallel that needs `broadcast_buffers=False` (in newer PyTorch `forward_sync_buffers=False`): by
+    default it gives all ranks the averages of rank 0 before every forward, so that there is nothing left to average.
 
     Args:
         model: any model with running averages, of decoupled layers or of BatchNorm.
@@ -95,7 +95,8 @@ def average_statistics_(model: Model) -> Model:
     if copied and not all(map(_is_synced, layers)):
         raise ValueError(
             "DistributedDataParallel has given all ranks the averages of rank 0 before every forward: there is nothing "
-            "to average. Make it with broadcast_buffers=False, or use dcnet.sync_norms_ and SyncBatchNorm"
+            "to average. Make it with broadcast_buffers=False (forward_sync_buffers=False in newer PyTorch), "
+            "or use dcnet.sync_norms_ and SyncBatchNorm"
         )
     averages = [buffer for layer in layers for buffer in _averages(layer)]
     if not averages or not distributed():
@@ -157,6 +158,8 @@ def recalibrate_(model: Model, batches: Iterable[Batch]) -> Model:
         >>> model = dcnet.create_model("cnn9_narrow", in_channels=1, input_size=8)
         >>> model = dcnet.recalibrate_(model, [torch.rand(16, 1, 8, 8) for _ in range(3)])
     """
+    if isinstance(batches, Tensor):  # a loop over it would take each image for a batch
+        raise TypeError("batches must be an iterable of batches, got one tensor; possible: [images]")
     layers = tracking_layers(model)
     if not layers:
         return model

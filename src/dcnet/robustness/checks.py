@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dcnet.util.text import count
+
 
 def check_eps(eps: float, norm: str = "linf") -> float:
     """Return ε as a float; raise unless it is finite, not negative, and in ℓ∞ at most 1, the range of a pixel."""
@@ -40,9 +42,9 @@ def check_images(images: Tensor, labels: Tensor) -> None:
 
 def check_evaluating(model: nn.Module) -> None:
     """Raise if a part of the model is in training mode: statistics would mix the images, and change."""
-    training = [name or "(the model itself)" for name, module in model.named_modules() if module.training]
+    training = [name or type(model).__name__ for name, module in model.named_modules() if module.training]
     if training:
-        more = f" and {len(training) - 1} more parts" if len(training) > 1 else ""
+        more = f" and {count(len(training) - 1, 'more part')}" if len(training) > 1 else ""
         raise ValueError(f"the model is in training mode ({training[0]!r}{more}); call model.eval() first")
 
 

@@ -29,6 +29,11 @@ def _controls(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") or letter in _DIRECTIONS
 
 
+def count(number: int, word: str) -> str:
+    """Return the number with its word, which gets an s unless there is one: "1 layer", "2 layers"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def few(names: Sequence[str]) -> str:
     """Return the first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
