@@ -273,6 +273,11 @@ def test_the_readmes_networks(monkeypatch):
         assert len(table.splitlines()) == 2 + len(chosen)
         text = (root / page).read_text(encoding="utf-8")
         assert text.split(networks.BEGIN)[1].split(networks.END)[0].strip() == table
+    times = [
+        float(row.split(" | ")[2].split()[0]) for row in networks.table(lines, networks.IN_README).splitlines()[2:]
+    ]
+    said = f"{min(times):.2f} to {max(times):.2f} times as long as that of the plain network on a GPU"
+    assert said in (root / "README.md").read_text(encoding="utf-8")
     assert len(networks.IN_README) == 10
     assert set(networks.IN_README) < set(networks.NETWORKS)
     for network in networks.NETWORKS:  # what is measured is what a row says
