@@ -19,7 +19,7 @@ OPERATORS = {
 EPS = 0.1  # of the attacks, in units where pixels go from 0 to 1
 CHECKED = 200  # images of the check-up: two standard errors are 7 points at most
 
-console = Console()
+console = Console(soft_wrap=True)  # so that paths and commands can be copied
 folder = Path("runs/demo")
 
 table = Table(title="Handwritten digits: cnn9_narrow with BatchNorm")
@@ -37,6 +37,7 @@ for name, operator in OPERATORS.items():
     console.print(f"accuracy {result['accuracy']:.2f}% after {result['epochs']:g} epochs", highlight=False)
     record = next((done for done in run.attacks if done["eps"] == EPS), None)
     if record is None:
+        console.print(f"attacks on all test images, and a check-up on {CHECKED} of them", highlight=False)
         # each on the survivors of the one before; the last as strong as what the check-up compares it with
         record = attack_run(
             run, "fgsm,pgd,pgd:steps=100:loss=margin", EPS, check_images=CHECKED, check_queries=100, device="cpu"
@@ -45,7 +46,7 @@ for name, operator in OPERATORS.items():
     under = [f"{record['attacks'][number]['accuracy']:.2f}%" for number in (0, -1)]
     numbers = [f"{result['accuracy']:.2f}%", *under, f"{result['parameters']:,}", f"{result['seconds']:.1f}"]
     table.add_row(name if operator is None else f"{name}, {angular}", *numbers)
-console.print(table)
+console.print(table, soft_wrap=False)
 report = write_report(runs, folder / "report")
 console.print(f"Run folders: {', '.join(str(run) for run in runs)}", highlight=False)
 words = f"FGSM and PGD: accuracy under attack on all {record['images']} test images, every pixel changed by up to {EPS}"
