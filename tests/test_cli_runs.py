@@ -175,7 +175,7 @@ def test_iterating(tmp_path, monkeypatch):
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert re.fullmatch(re.escape(first) + "-[0-9a-f]{6}", second)
     again = call("train", *flags, "--epochs", "1")
-    assert "is finished: 1 epochs" in words(again)
+    assert "is finished: 1 epoch," in words(again)
     longer = call("train", "--resume", f"runs/{first}", "--epochs", "2", "--device", "cpu")
     assert longer.exit_code == 0, longer.output
     assert dcnet.Run(f"runs/{first}").result["epochs"] == 2

@@ -339,6 +339,8 @@ def test_the_smallest_image_of_a_program(tmp_path):
     report = dcnet.export(model, tmp_path / "model.pt2", example_input=torch.randn(2, 3, 64, 64))
     assert report.smallest == 33
     assert "for any batch, any size from 33 pixels a side on" in str(report)
+    report.smallest = 1  # a map of one pixel is the least there is
+    assert "for any batch, any size\n" in str(report)
     program = torch.export.load(tmp_path / "model.pt2").module()
     x = torch.randn(2, 3, 33, 33)
     torch.testing.assert_close(program(x), model(x).detach(), rtol=1e-4, atol=1e-5)

@@ -326,7 +326,7 @@ def test_a_card_says_what_is_known(run):
     assert "Not attacked" in card
     found = {"images": 100, "eps": 8 / 255, "clean": 97.0, "attacks": {"pgd": 12.5}, "verdict": "no sign of masking"}
     card = model_card(about | {"robustness": found, "conversion": {"a": {}}})
-    for words in ("| pgd | 12.50% |", "ε = 8/255, 100 images", "Check-up: no sign of masking", "converted | 1 layers"):
+    for words in ("| pgd | 12.50% |", "ε = 8/255, 100 images", "Check-up: no sign of masking", "| 1 layer of"):
         assert words in card
     assert "may say little" in model_card(about | {"robustness": found | {"verdict": None}})
 

@@ -9,6 +9,7 @@ import typer
 from dcnet.cli.common import AsJSON, DataRoot, Device, Download, TrainedArgument, fail, say, show_json, show_table
 from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.training import Run, evaluate_run, joined, open_trained
+from dcnet.util.text import count
 
 
 def evaluate(
@@ -54,7 +55,8 @@ def evaluate(
     say(f"accuracy {result.accuracy:.2f}% ({int(result.correct.sum())} of {total}), loss {result.loss:.4f}")
     if result.unfinished_after is not None:
         steps, epochs = found.recipe.steps, found.recipe.epochs
-        length = f"{steps} steps" if steps is not None else f"{epochs:g} epochs"
+        length = count(steps, "step") if steps is not None else count(epochs, "epoch")
         restored = isinstance(found, Run) and found.restored
+        done = count(result.unfinished_after, "step")
         more = "" if restored else f" Go on with: dcnet train --resume {quote(str(run))}"
-        say(f"{run} is unfinished: these are its weights after {result.unfinished_after} steps, of {length}.{more}")
+        say(f"{run} is unfinished: these are its weights after {done}, of {length}.{more}")

@@ -83,7 +83,7 @@ class ExportReport:
         about += [f"opset {self.opset}, {self.nodes} nodes"] if self.opset is not None else []
         lines = [f"{self.path}: {', '.join(about)}, in {self.seconds:.1f} s"]
         if self.checked:
-            size = "any size" + (f" from {self.smallest} pixels a side on" if self.smallest is not None else "")
+            size = "any size" + (f" from {self.smallest} pixels a side on" if (self.smallest or 1) > 1 else "")
             free = {
                 ("batch", "size"): f"any batch, {size}",
                 ("batch",): "any batch, this size",

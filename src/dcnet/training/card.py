@@ -6,6 +6,7 @@ It also says how far the measured robustness can be trusted.
 from typing import Any
 
 from dcnet.training.recipes import recorded
+from dcnet.util.text import count
 from dcnet.version import __version__
 
 
@@ -35,10 +36,11 @@ def model_card(about: dict[str, Any], name: str = "NAME") -> str:
         f"| data | {data}: {shape['num_classes']} classes, {shape['in_channels']}×{size}×{size} |",
     ]
     if about.get("conversion"):
-        lines.append(f"| converted | {len(about['conversion'])} layers of a trained plain network, then fine-tuned |")
+        converted = count(len(about["conversion"]), "layer")
+        lines.append(f"| converted | {converted} of a trained plain network, then fine-tuned |")
     if result is not None:
         lines += [
-            f"| test accuracy | {result['accuracy']:.2f}%, after {result['epochs']:.4g} epochs |",
+            f"| test accuracy | {result['accuracy']:.2f}%, after {count(result['epochs'], 'epoch')} |",
             f"| parameters | {result['parameters']:,} |",
         ]
     lines += [

@@ -9,7 +9,7 @@ from typing import Any
 
 from dcnet.training.callback import Callback, Numbers
 from dcnet.training.run import Run
-from dcnet.util.text import printable
+from dcnet.util.text import count, printable
 
 
 def describe(entry: dict[str, Any]) -> str:
@@ -25,7 +25,7 @@ class Lines(Callback):
 
     def begin(self, run: Run, steps: int, done: int, per_epoch: int) -> None:
         from_where = f", going on from step {done}" if done else ""
-        _print(f"{steps} steps, {per_epoch} an epoch{from_where}")
+        _print(f"{count(steps, 'step')}, {per_epoch} an epoch{from_where}")
 
     def epoch(self, entry: dict[str, Any]) -> None:
         _print(describe(entry))
@@ -39,8 +39,9 @@ def say_finished(run: Run) -> None:
     result, folder = run.result or {}, printable(quote(str(run.folder)))
     recipe = printable(quote(str(run.folder / "recipe.json")))
     longer = f"to train longer: dcnet train --resume {folder} --epochs N, " if run.checkpoint.is_file() else ""
+    epochs = count(result.get("epochs", 0.0), "epoch")
     _print(
-        f"{printable(run.folder)} is finished: {result.get('epochs', 0.0):.4g} epochs, accuracy {run.accuracy:.2f}%. "
+        f"{printable(run.folder)} is finished: {epochs}, accuracy {run.accuracy:.2f}%. "
         f"Nothing is left to do; {longer}to start again: dcnet train --recipe {recipe} --run {folder} --overwrite"
     )
 

@@ -29,9 +29,10 @@ def _controls(letter: str) -> bool:
     return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") or letter in _DIRECTIONS
 
 
-def count(number: int, word: str) -> str:
-    """Return the number with its word, which gets an s unless there is one: "1 layer", "2 layers"."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+def count(number: float, word: str) -> str:
+    """Return the number, a fraction with four digits, and its word: "1 layer", "2 layers", "0.534 epochs"."""
+    shown = f"{number:.4g}" if isinstance(number, float) else str(number)
+    return f"{shown} {word}" if number == 1 else f"{shown} {word}s"
 
 
 def few(names: Sequence[str]) -> str:
