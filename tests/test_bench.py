@@ -150,7 +150,7 @@ def test_command_line(tmp_path):
     assert "| ours |" not in result.output
     result = CliRunner().invoke(app, ["bench", "--cpu", "--match", "cnn99"])
     assert result.exit_code == 2
-    assert "nothing to measure has 'cnn99' in its line; there are cnn9_narrow, 64→64" in " ".join(
+    assert "nothing to measure has 'cnn99' in its line; possible: cnn9_narrow; 64→64, 3×3/1, 32×32;" in " ".join(
         result.output.replace("│", " ").split()
     )
     one = "128→128, 3×3/1, 8×8, forward, batch 16, float32, contiguous, ours tanh + cosine"

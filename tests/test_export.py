@@ -635,10 +635,10 @@ def test_the_command_line(tmp_path, monkeypatch):
     assert call("run", "--to", "safetensors").exit_code == 0
     x = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(dcnet.load("run/model.safetensors")(x), dcnet.load("run")(x))
-    result = call("run/model.safetensors", "--to", "torch-export", "--fixed", "--out", "out.pt2")
+    result = call("run/model.safetensors", "--to", "torch-export", "--fixed", "--out", "my file.pt2")
     assert result.exit_code == 0, result.output
     assert "for this batch and size only" in result.output
-    assert "load it with: torch.export.load('out.pt2')" in result.output
+    assert "load it with: torch.export.load('my file.pt2')" in result.output
     for arguments, message in (
         (["run", "--to", "onx"], "Did you mean 'onnx'"),
         (["nowhere"], "is not a run folder"),
@@ -653,7 +653,7 @@ def test_the_command_line(tmp_path, monkeypatch):
         assert message in result.output
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     assert "cannot be read" in call("broken.safetensors").output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.safetensors", "out.pt2", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.safetensors", "my file.pt2", "run"]
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def _matching(possible: list["Case"], match: str) -> list["Case"]:
     """Return the cases with this in their lines, each with its plain twin, which it is a ratio to."""
     wanted = [case for chosen in possible if match in chosen.title for case in (chosen.plain, chosen)]
     if not wanted:
-        names = ", ".join(dict.fromkeys(case.name for case in possible))
+        names = "; ".join(dict.fromkeys(case.name for case in possible))
         raise typer.BadParameter(
-            f"nothing to measure has {match!r} in its line; there are {names}", param_hint="--match"
+            f"nothing to measure has {match!r} in its line; possible: {names}", param_hint="--match"
         )
     return wanted

@@ -1,7 +1,6 @@
 """`dcnet export`: a trained network in a file for other programs."""
 
 from pathlib import Path
-from shlex import quote
 from typing import Annotated
 
 import typer
@@ -47,4 +46,4 @@ def export(
         fail(error)
     say(report)
     if to == "torch-export":
-        say(f"load it with: torch.export.load({quote(str(report.path))!r}).module()")
+        say(f"load it with: torch.export.load({str(report.path)!r}).module()")
