@@ -132,9 +132,7 @@ def convolution_dtype(x: Tensor) -> torch.dtype:
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """Return the plain convolution over this geometry; over no dimensions, the linear map."""
     if x.dtype != weight.dtype and convolution_dtype(x) != convolution_dtype(weight):
-        raise TypeError(
-            f"input has dtype {x.dtype}, the weight {weight.dtype}; convert one of them, or use torch.autocast"
-        )
+        raise TypeError(f"input has dtype {x.dtype}, the weight {weight.dtype}; convert one of them")
     if geometry.dims == 0:
         return F.linear(x, weight, bias)
     padding = geometry.symmetric_padding
