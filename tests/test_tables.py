@@ -297,6 +297,7 @@ def test_under_torchrun(tmp_path):
         (["cnn9", "--match", "HyperConv"], "no cell of the table cnn9 has 'HyperConv'"),
         (["cnn9", "cause", "--match", "HyperConv"], "no cell of the tables cnn9, cause has 'HyperConv'"),
         (["cnn9", "--set", "precison=bf16"], "Did you mean 'precision'"),
+        (["cnn9", "--set", "seed=3"], "all cells would have this seed; possible: --seeds 3"),
         (["--render", "nowhere", "--runs", "nothing"], "has no cell of these tables yet"),
     ],
 )
@@ -304,6 +305,21 @@ def test_mistakes(arguments, message):
     result = call("table", *arguments)
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
+
+
+def test_a_field_with_the_name_of_an_option(tmp_path):
+    """Recipes have a schedule too: that of the learning rate."""
+    arguments = ["cnn9", *QUICK, "--set", "schedule=constant", "--match", "Baseline, Cosine, ReLU"]
+    done = call("table", *arguments, "--runs", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    (entry,) = Ledger(tmp_path / "ledger.jsonl").entries
+    assert entry.recipe.schedule == "constant"
+    assert call("table", *arguments, "--runs", str(tmp_path), "--list").output.count("  done ") == 1
+    settings = [part for part in QUICK[2:-2] if part != "--set"]
+    flags = [word for setting in (*settings, "schedule=constant") for word in ("--set", setting)]
+    rendered = call("table", "cnn9", "--runs", str(tmp_path), "--render", str(tmp_path / "pages"), *flags)
+    assert rendered.exit_code == 0, rendered.output
+    assert "schedule=constant" in (tmp_path / "pages" / "tables.md").read_text()
 
 
 def test_a_match_need_not_be_in_every_table(tmp_path):

@@ -204,6 +204,8 @@ def _set(fields: list[str]) -> dict[str, Any]:
                 f"--set {text}: must be FIELD=VALUE with a field of a recipe.{nearest(name, hints)} Known: "
                 f"{', '.join(hints)}"
             )
+        if name == "seed":
+            raise ValueError(f"--set {text}: all cells would have this seed; possible: --seeds {value or '0,1,2'}")
         values[name] = value_of_flag(name, value)
     return values
 

@@ -77,6 +77,7 @@ def plan(
     seeds: list[int],
     matches: list[str] | None = None,
     weights: Path | None = None,
+    /,  # recipes have a field `schedule` too
     **settings: Any,
 ) -> Plan:
     """Return which cells are done and which have to be trained or attacked, seed by seed.

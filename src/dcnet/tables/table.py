@@ -80,8 +80,8 @@ class Table:
         """Return the recipe of the network that adversarial images are made on: of another seed."""
         return None if setup.source is None else change(recipe, **dict(setup.source), seed=recipe.seed + 1)
 
-    def recipe(self, cell: Cell, schedule: str = "paper", seed: int = 0, **settings: Any) -> Recipe:
-        """Return the recipe of a cell. settings: fields for all cells, such as another data set or precision."""
+    def recipe(self, cell: Cell, schedule: str = "paper", seed: int = 0, /, **settings: Any) -> Recipe:
+        """Return the recipe of a cell. settings: fields for all cells, such as another data set, also `schedule`."""
         recipe = change(make_recipe(self.base), **cell.fields, seed=seed)
         share = SCHEDULES[schedule]
         length: dict[str, Any] = (
