@@ -513,6 +513,54 @@ def test_a_damaged_ledger_is_named(tmp_path):
         Ledger(tmp_path / "ledger.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"cell": "a", "recipe": {}, "seconds": 1.0}', "it lacks classes, error, top5_error"),
+        (b'{"cell": "a", "recipe": {}, "seconds": 1.0, "setup": "white box"}', "it lacks attacks"),
+        (b"\xff\xfe", "can't decode byte 0xff"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, line, message):
+    lines = (ROOT / "results" / "tables" / "ledger.jsonl").read_bytes().splitlines(keepends=True)[:2]
+    (tmp_path / "ledger.jsonl").write_bytes(b"".join([*lines, line + b"\n"]))
+    listed = call("table", "cnn9", "--list", "--ledger", str(tmp_path / "ledger.jsonl"), "--device", "cpu")
+    assert listed.exit_code == 1
+    assert "ledger.jsonl, line 3, is not what `dcnet table` writes: " in listed.output
+    assert message in listed.output
+
+
+def test_a_ledger_is_utf8_everywhere(tmp_path):
+    """Names of cells have ℓ in them, which not every system's own encoding has."""
+    code = (
+        "import sys; from pathlib import Path; from dcnet.tables import Ledger; from dcnet.tables.ledger import Entry\n"
+        "there, here = Ledger(Path(sys.argv[1])), Ledger(Path(sys.argv[2]))\n"
+        "entry = next(entry for entry in there.entries if '\\u2113' in entry.cell)\n"
+        "here.add(Entry(entry.cell + '\\udcff', entry.recipe, {**entry.record, 'cell': entry.cell + '\\udcff'}))\n"
+    )
+    book = ROOT / "results" / "tables" / "ledger.jsonl"
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", code, book, tmp_path / "new"], env=os.environ | ascii_only, check=True)
+    (entry,) = Ledger(tmp_path / "new").entries
+    assert "ℓ2" in entry.cell
+    assert entry.cell.endswith("\udcff")  # a byte of a file's name
+
+
+def test_what_cannot_be_written_is_found_before_a_cell_is_trained(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for arguments, message in [
+        (["--ledger", tmp_path / "folder"], f"{tmp_path / 'folder'} is a folder; possible: a file"),
+        (["--keep-weights", tmp_path / "file"], f"{tmp_path / 'file'} is a file; possible: a folder"),
+        (["--keep-records", tmp_path / "file"], f"{tmp_path / 'file'} is a file; possible: a folder"),
+        (["--keep-weights", tmp_path / "file" / "w"], f"nothing can be written into {tmp_path / 'file' / 'w'}"),
+    ]:
+        done = run_table(tmp_path / "runs", *map(str, arguments), *THREE)
+        assert done.exit_code == 1
+        assert f"error: {message}" in done.output
+        assert not (tmp_path / "runs").exists()
+
+
 def test_cells_in_another_arithmetic_are_named():
     """A machine without a GPU plans float32; the cells that a GPU has measured are not passed over in silence."""
     ledger = str(Path(__file__).parent.parent / "results" / "tables" / "ledger.jsonl")

@@ -1,5 +1,6 @@
 """Weights and records that `dcnet table` keeps: they replace run folders that are gone, of the same training only."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from test_cli import call
 from test_tables import LEARNS
 
 import dcnet
-from dcnet.tables import Ledger
+from dcnet.tables import Ledger, ledger, runner
 from dcnet.tables.ledger import keep_record
 from dcnet.training import Run
 
@@ -157,6 +158,60 @@ def test_a_run_folder_with_another_training(place, trained):
     assert refused.exit_code == 1
     assert "has records of another training" in words(refused)
     assert lines(place) == [line]
+
+
+def test_a_folder_of_records_has_no_weights_to_keep(place, trained):
+    """Its cells are entered into a new ledger all the same."""
+    shutil.copytree(trained / "runs", place / "runs")
+    (place / "runs" / lines(place)[0]["run"] / "checkpoint.safetensors").unlink()
+    (place / "ledger.jsonl").unlink()
+    done = table(place, "black-box", CELL)
+    assert done.exit_code == 0, done.output
+    assert setups(place) == [None]
+
+
+@pytest.mark.parametrize("copy", ["save_weights", "keep_record"])
+def test_a_cell_is_entered_after_its_copies(place, trained, monkeypatch, copy):
+    """On a full disk, say: a cell that is in the ledger is done, and its copies would be missing for good."""
+    (line,) = lines(place)
+    shutil.copytree(trained / "runs", place / "runs")
+    for name in ("weights", "records"):
+        shutil.rmtree(place / name)
+    (place / "ledger.jsonl").unlink()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, copy, full)
+        assert "error: here: No space left on device" in words(table(place, "black-box", CELL))
+    assert not (place / "ledger.jsonl").is_file()
+    assert table(place, "black-box", CELL).exit_code == 0
+    assert lines(place) == [line]
+    assert (place / "weights" / f"{line['run']}.safetensors").is_file()
+    assert (place / "records" / line["run"] / "result.json").is_file()
+
+
+def test_a_copy_of_records_that_was_cut_off(place, trained, tmp_path, monkeypatch):
+    """What is left there of an earlier training is not taken for this one's the next time."""
+    name = lines(place)[0]["run"]
+    records, fresh = Run(place / "records" / name), Run(trained / "runs" / name)
+    records.add_attack({"setup": "predicted labels", "transfer": False, "labels": "predicted", "attacks": []})
+    records.finish({**records.result, "seconds": 2.0})
+    written = ledger.write_atomically
+
+    def cut_off(path, data):
+        if path.name == "metrics.jsonl":
+            raise KeyboardInterrupt
+        written(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "write_atomically", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            keep_record(fresh, place / "records")
+    keep_record(fresh, place / "records")
+    assert records.attacks == []
+    assert (records.result, records.metrics[-1]) == (fresh.result, fresh.metrics[-1])
 
 
 def test_attacks_that_are_left_of_a_run_that_is_gone(place):

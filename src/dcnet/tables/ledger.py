@@ -1,19 +1,22 @@
 """The ledger: one JSON line for every cell that was trained, to its end or until its loss was no longer finite."""
 
 import json
-import os
-import shutil
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dcnet.training import Recipe, Run, recorded
+from dcnet.util.files import append_line, write_atomically
 
 # Fields for how a recipe is computed, not for what: recipes that differ only in these fill the same cell. Precision is
 # not one of them.
 COMPUTED = ("channels_last", "graphs", "compile", "deterministic", "evaluate_every", "save_every")
 _FROM_RESULT = ("seconds", "device", "devices", "torch", "triton", "python", "dcnet", "commit")
+_ENDS = ("result.json", "diverged.json")  # of which an ended run has one
+# What is read of every line. Older versions did not write all that this one writes.
+_NEEDED = {"cell", "recipe", "seconds"}
+_NEEDED_OF_TRAINING, _NEEDED_OF_ATTACKS = {"error", "top5_error", "classes"}, {"attacks"}
 
 
 def kind_of(recipe: Recipe) -> tuple[Any, ...]:
@@ -69,17 +72,21 @@ class Ledger:
         # is trained again is another one, and what attacks left of the one before says nothing about it.
         self.counting: dict[Hashable, dict[str | None, Entry]] = {}
         if path.is_file():
-            *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
+            *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or cut off by a kill
             for number, line in enumerate(lines, 1):
                 self._count(self._read(number, line))
 
-    def _read(self, number: int, line: str) -> Entry:
+    def _read(self, number: int, line: bytes) -> Entry:
         try:
-            record = json.loads(line)
+            text = line.decode()
+            record = json.loads(text)
             if not isinstance(record, dict):
-                raise TypeError(f"a cell is an object, {{…}}, not {line[:40]!r}")
+                raise TypeError(f"a cell is an object, {{…}}, not {text[:40]!r}")
+            needed = _NEEDED | (_NEEDED_OF_ATTACKS if "setup" in record else _NEEDED_OF_TRAINING)
+            if lacking := sorted(needed - set(record)):
+                raise ValueError(f"it lacks {', '.join(lacking)}")
             return Entry(record["cell"], recorded(record["recipe"]), record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{self.path}, line {number}, is not what `dcnet table` writes: {error}") from error
 
     def find(self, recipe: Recipe, setup: str | None = None) -> Entry | None:
@@ -100,46 +107,42 @@ class Ledger:
                 counting.clear()
         counting[entry.setup] = entry
 
-    def add(self, cell: str, run: Run, jobs: int) -> Entry:
-        """Add the result of a run that is finished or has diverged."""
-        return self._append(cell, run, _findings(run) | {"jobs": jobs})
-
-    def add_attack(self, cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
-        """Add the result of attacks on a run."""
-        attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
-        record = {
-            "setup": setup,
-            "clean": found["clean"],
-            "attacks": attacks,
-            "images": found["images"],
-            "eps": found["eps"],
-        }
-        record |= {
-            "from": found["from"] and Path(found["from"]).name,
-            "verdict": found.get("check-up", {}).get("verdict"),
-        }
-        record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"])}
-        return self._append(
-            cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"}
-        )
-
-    def _append(self, cell: str, run: Run, findings: dict[str, Any]) -> Entry:
-        record = {
-            "cell": cell,
-            "run": run.folder.name,
-            "seed": run.recipe.seed,
-            **findings,
-            "recipe": asdict(run.recipe),
-        }
-        entry = Entry(cell, run.recipe, record)
+    def add(self, entry: Entry) -> None:
+        """Add an entry."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(self.path)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.path, json.dumps(entry.record, ensure_ascii=False))
         self._count(entry)
-        return entry
+
+
+def entry_of_training(cell: str, run: Run, jobs: int) -> Entry:
+    """Return the entry of a run that is finished or has diverged."""
+    return _entry(cell, run, _findings(run) | {"jobs": jobs})
+
+
+def entry_of_attacks(cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
+    """Return the entry of attacks on a run."""
+    attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
+    record = {
+        "setup": setup,
+        "clean": found["clean"],
+        "attacks": attacks,
+        "images": found["images"],
+        "eps": found["eps"],
+    }
+    record |= {
+        "from": found["from"] and Path(found["from"]).name,
+        "verdict": found.get("check-up", {}).get("verdict"),
+    }
+    record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"])}
+    return _entry(
+        cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"}
+    )
+
+
+def _entry(cell: str, run: Run, findings: dict[str, Any]) -> Entry:
+    named = {"cell": cell, "run": run.folder.name, "seed": run.recipe.seed}
+    return Entry(cell, run.recipe, {**named, **findings, "recipe": asdict(run.recipe)})
 
 
 def keep_record(run: Run, into: Path) -> None:
@@ -150,24 +153,23 @@ def keep_record(run: Run, into: Path) -> None:
     """
     folder = into / run.folder.name
     metrics, attacks = run.metrics, run.attacks
-    if (before := kept_record(run, into)) is not None:
-        attacks = all_attacks(before.attacks, attacks)
+    before = kept_record(run, into)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("recipe.json", "result.json", "diverged.json"):
-        if (run.folder / name).is_file():
-            shutil.copy(run.folder / name, folder / name)
-        else:
+    if before is not None:
+        attacks = all_attacks(before.attacks, attacks)
+    else:  # the result goes first and comes last: where a kill leaves none, nothing there counts as of this training
+        for name in (*_ENDS, "metrics.jsonl", "attacks.json"):
             (folder / name).unlink(missing_ok=True)
+    write_atomically(folder / "recipe.json", (run.folder / "recipe.json").read_bytes())
     if metrics:
         *earlier, last = metrics
         kept = [{name: value for name, value in entry.items() if name != "learned"} for entry in earlier] + [last]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-    elif before is None:  # those there, if any, are of an earlier training
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        write_atomically(folder / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in kept).encode())
     if attacks:
         Run(folder).write_attacks(attacks)
-    else:
-        (folder / "attacks.json").unlink(missing_ok=True)
+    for name in _ENDS:
+        if (run.folder / name).is_file():
+            write_atomically(folder / name, (run.folder / name).read_bytes())
 
 
 def kept_record(run: Run, records: Path) -> Run | None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dcnet.tables.ledger import Ledger, all_attacks, keep_record, kept_record
+from dcnet.tables.ledger import Ledger, all_attacks, entry_of_attacks, entry_of_training, keep_record, kept_record
 from dcnet.tables.plan import Task
 from dcnet.tables.table import MEASURES
 from dcnet.training import (
@@ -33,6 +33,7 @@ from dcnet.training import (
 )
 from dcnet.training.interruption import Interruption
 from dcnet.training.processors import SHORT_WAITS
+from dcnet.util.files import check_writable, check_writable_folder
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
 _WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
@@ -57,6 +58,7 @@ class Runner:
 
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
+        self._check_places(tasks)
         self._check_folders(tasks)
         self._find_data(tasks)
         self._restore(tasks)
@@ -102,6 +104,15 @@ class Runner:
                     break
                 time.sleep(0.1)
         return failed
+
+    def _check_places(self, tasks: list[Task]) -> None:
+        """Raise if what is found cannot be written, before a cell is trained instead of after it."""
+        if not tasks:
+            return
+        check_writable(self.ledger.path)
+        for folder in (tasks[0].folder.parent, self.weights, self.records):
+            if folder is not None:
+                check_writable_folder(folder)
 
     def _check_folders(self, tasks: list[Task]) -> None:
         """Raise if the run folder of a task has another run, of another cell or of a training that does not count."""
@@ -162,6 +173,7 @@ class Runner:
         """Train the tasks one after the other, each on all of torchrun's processes."""
         if any(task.setup is not None for task in tasks):
             raise ValueError("attacks are made on one device each: run this table without torchrun")
+        self._check_places(tasks)
         self._check_folders(tasks)
         until = time.monotonic() + seconds
         with joined(self.options.get("device")) as ranks:
@@ -195,15 +207,18 @@ class Runner:
             )
 
     def _enter(self, task: Task, jobs: int) -> None:
-        """Write the cell into the ledger, and copies of its weights and records into their folders."""
+        """Write copies of the cell's weights and records into their folders, and the cell into the ledger.
+
+        The line of the ledger comes last: a cell that has one is done, and nobody would come back for the copies.
+        """
         run = task.ended
         assert run is not None
         if task.setup is not None:
             assert task.found is not None
-            entry = self.ledger.add_attack(task.title, run, task.setup.name, task.found)
+            entry = entry_of_attacks(task.title, run, task.setup.name, task.found)
             words = ", ".join(f"{attack} {accuracy:.2f}%" for attack, accuracy in entry.record["attacks"].items())
         else:
-            entry = self.ledger.add(task.title, run, jobs)
+            entry = entry_of_training(task.title, run, jobs)
             finite = entry.record["error"] is not None
             words = (
                 f"{MEASURES[task.measure]} {entry.number(task.measure):.2f}%"
@@ -212,10 +227,12 @@ class Runner:
             )
             words += ", which counts as N/C" if entry.diverged else ""
             words += "" if task.paper is None else f" (paper: {task.paper})"
-            if self.weights is not None and not entry.diverged:
+            # a folder of records alone has none
+            if self.weights is not None and not entry.diverged and run.checkpoint.is_file():
                 save_weights(run, self.weights / f"{run.folder.name}.safetensors")
         if self.records is not None:
             keep_record(run, self.records)
+        self.ledger.add(entry)
         self.say(f"{task.title}: {words}, {entry.record['seconds']:.0f} s")
 
 

@@ -132,7 +132,7 @@ def read_recipe(path: str | Path) -> Recipe:
         3
     """
     try:
-        values = json.loads(Path(path).read_text())
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not a recipe: {error}") from error
     if not isinstance(values, dict):

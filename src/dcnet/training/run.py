@@ -93,7 +93,7 @@ def fuse_untraced_(model: nn.Module, images: Tensor) -> nn.Module:
 def read_json(path: Path) -> Any:
     """Return the contents of the file; raise an error that names it if it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged: {error}; move it away, and give the command that made it again"
@@ -153,7 +153,7 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if not path.is_file():
             return []
-        *lines, _ = path.read_text().split("\n")  # the last is empty, or cut off by a kill
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")  # the last is empty, or cut off by a kill
         found = []
         for number, line in enumerate(lines, 1):
             try:

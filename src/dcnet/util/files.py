@@ -55,6 +55,18 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"nothing can be written into {path}: {error.strerror or error}") from error
 
 
+def check_writable_folder(folder: Path) -> None:
+    """Raise if no file can be written into the folder, which need not exist yet."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; possible: a folder")
+    try:
+        there = next(there for there in (folder, *folder.absolute().parents) if there.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"nothing can be written into {folder}: {error.strerror or error}") from error
+
+
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
     """Write the value as JSON, as `write_atomically` does.
 
@@ -66,8 +78,8 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to the file, and wait until the disk has it."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
+    """Add a line to the file, and wait until the disk has it; bytes that are not UTF-8 become JSON escapes."""
+    with naming(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())
