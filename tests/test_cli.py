@@ -318,6 +318,7 @@ def test_table_errors(tmp_path):
         (["--render", picture, "--ledger", book], f"--render {picture} is a file; possible: a folder"),
         (["cnn9", "--budget", "0"], "budget='0' leaves no time for any cell"),
         (["cnn9", "--budget", "0h0m"], "budget='0h0m' leaves no time"),
+        (["cnn9", "--budget", "20s"], "budget='20s' leaves no time for any cell; possible: more than 20s"),
         (["cnn9", "--set", "precision"], "--set precision: give a value, as in precision=bf16"),
     ]:
         result = call("table", *map(str, arguments), "--runs", str(tmp_path / "runs"))

@@ -227,6 +227,28 @@ def test_a_budget_is_kept(quick_plan, monkeypatch):
     assert "Go on with" in (task.folder / "train.log").read_text()
 
 
+def test_a_cell_that_ends_while_it_is_stopped_is_entered(quick_plan, monkeypatch):
+    ledger, (task,) = quick_plan(steps=2)
+
+    def monotonic():
+        """The clock of a runner for which, once the cell has its result, an hour is over."""
+        return time.monotonic() + 3600.0 * (task.folder / "result.json").is_file()
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=monotonic, sleep=lambda _: None))
+    Runner(ledger, print, {"data_root": "data", "device": "cpu"}).run([task], 1, 3600.0)
+    assert [entry.recipe for entry in ledger.entries] == [task.recipe]
+
+
+def test_attacks_on_a_network_whose_loss_is_not_finite(tmp_path):
+    """They are done with it: nothing has failed."""
+    arguments = ["--data", "digits", "--device", "cpu", "--runs", str(tmp_path)]
+    arguments += [word for field in ("lr=1e30", "optimizer=sgd", "norm=none", "steps=20") for word in ("--set", field)]
+    done = call("table", "white-box", *arguments, "--match", "Natural: FGSM, predicted labels, Baseline")
+    assert done.exit_code == 0, done.output
+    assert "not finite at epoch" in done.output
+    assert "not done" not in done.output
+
+
 def test_divergence_is_recorded_with_its_epoch(quick_plan):
     ledger, tasks = quick_plan(lr=1e30, optimizer="sgd", projection=0, steps=20)
     said = []

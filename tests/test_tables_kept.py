@@ -214,6 +214,39 @@ def test_a_copy_of_records_that_was_cut_off(place, trained, tmp_path, monkeypatc
     assert (records.result, records.metrics[-1]) == (fresh.result, fresh.metrics[-1])
 
 
+def test_a_training_that_replaces_another_is_entered(place, monkeypatch):
+    """Its runner was killed before it could: an hour's training would have to be removed, and done again."""
+
+    def killed(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "entry_of_training", killed)
+        assert table(place, "white-box", PREDICTED, weights=False).exit_code == 1
+    assert setups(place) == [None]
+    folder = place / "runs" / lines(place)[0]["run"]
+    trained = (folder / "checkpoint.safetensors").stat().st_mtime_ns
+    done = table(place, "white-box", PREDICTED, weights=False)
+    assert done.exit_code == 0, done.output
+    assert setups(place) == [None, None, "predicted labels"]
+    assert (folder / "checkpoint.safetensors").stat().st_mtime_ns == trained
+    # once it is entered, the note says nothing about a training after it
+    book = Ledger(place / "ledger.jsonl")
+    assert not book.replaced_in(folder, Run(folder).recipe)
+
+
+def test_attacks_that_have_lost_some_of_their_own(place, monkeypatch):
+    """`dcnet attack --replace` moves an attack into a record of its own: the set-up is attacked again."""
+    assert table(place, "white-box", PREDICTED).exit_code == 0
+    for folder in (place / "runs" / lines(place)[0]["run"], place / "records" / lines(place)[0]["run"]):
+        (record,) = Run(folder).attacks
+        Run(folder).write_attacks([{**record, "attacks": record["attacks"][:1]}])
+    (place / "ledger.jsonl").write_text(json.dumps(lines(place)[0]) + "\n")
+    assert table(place, "white-box", PREDICTED, "--list").output.count("  missing  ") == 1
+    assert table(place, "white-box", PREDICTED).exit_code == 0
+    assert set(lines(place)[1]["attacks"]) == {"fgsm", "bim"}
+
+
 def test_attacks_that_are_left_of_a_run_that_is_gone(place):
     """They are not entered before the network is trained again."""
     (line,) = lines(place)

@@ -17,6 +17,7 @@ from dcnet.cli.train import value_of_flag
 from dcnet.tables import (
     SCHEDULES,
     TABLES,
+    WORTH_STARTING,
     Ledger,
     Plan,
     Runner,
@@ -187,8 +188,10 @@ def _seconds(text: str | None) -> float:
         raise ValueError(f"budget={text!r} must be a duration, as in 9m, 1h30m or 540s")
     hours, minutes, seconds = (int(part or 0) for part in found.groups())
     total = 3600.0 * hours + 60.0 * minutes + seconds
-    if total == 0.0:
-        raise ValueError(f"budget={text!r} leaves no time for any cell; possible: a duration, as in 9m, 1h30m or 540s")
+    if total <= WORTH_STARTING:
+        raise ValueError(
+            f"budget={text!r} leaves no time for any cell; possible: more than {WORTH_STARTING:g}s, as in 9m or 1h30m"
+        )
     return total
 
 

@@ -5,12 +5,13 @@ from dcnet.tables.paper import TABLES, find_table
 from dcnet.tables.picture import compared, draw_differences, picture
 from dcnet.tables.plan import Plan, Task, check_matches, costs, in_order, plan
 from dcnet.tables.render import markdown, page, settings_of
-from dcnet.tables.runner import Runner, under_torchrun
+from dcnet.tables.runner import WORTH_STARTING, Runner, under_torchrun
 from dcnet.tables.table import SCHEDULES, Cell, Table
 
 __all__ = [
     "SCHEDULES",
     "TABLES",
+    "WORTH_STARTING",
     "Cell",
     "Entry",
     "Ledger",

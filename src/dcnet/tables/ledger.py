@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from dcnet.training import Recipe, Run, recorded
-from dcnet.util.files import append_line, write_atomically
+from dcnet.training.run import read_json
+from dcnet.util.files import append_line, write_atomically, write_json
 
 # Fields for how a recipe is computed, not for what: recipes that differ only in these fill the same cell. Precision is
 # not one of them.
 COMPUTED = ("channels_last", "graphs", "compile", "deterministic", "evaluate_every", "save_every")
 _FROM_RESULT = ("seconds", "device", "devices", "torch", "triton", "python", "dcnet", "commit")
 _ENDS = ("result.json", "diverged.json")  # of which an ended run has one
+REPLACES = "replaces.json"  # in run folders: which training in the ledger this one was started to replace
 # What is read of every line. Older versions did not write all that this one writes.
 _NEEDED = {"cell", "recipe", "seconds"}
 _NEEDED_OF_TRAINING, _NEEDED_OF_ATTACKS = {"error", "top5_error", "classes"}, {"attacks"}
@@ -97,6 +99,16 @@ class Ledger:
         """Return whether a result is that of the training that counts, or the first one of its cell."""
         entry = self.find(recipe)
         return result is not None and (entry is None or _of_training(entry.record) == _of_training(_numbers(result)))
+
+    def note_replaced(self, folder: Path, recipe: Recipe) -> None:
+        """Note in a run folder which training of the cell, if any, the one that starts there replaces."""
+        if (entry := self.find(recipe)) is not None:
+            write_json(folder / REPLACES, _of_training(entry.record))
+
+    def replaced_in(self, folder: Path, recipe: Recipe) -> bool:
+        """Return whether the training in a run folder was started to replace the one that counts."""
+        entry, note = self.find(recipe), folder / REPLACES
+        return entry is not None and note.is_file() and read_json(note) == _of_training(entry.record)
 
     def _count(self, entry: Entry) -> None:
         self.entries.append(entry)

@@ -40,12 +40,17 @@ class Task:
 
     @property
     def found(self) -> dict[str, Any] | None:
-        """The record of the set-up's attacks, or None."""
+        """The record of the set-up's attacks, or None. `dcnet attack --replace` may have taken some of them out."""
         if self.setup is None or not (self.folder / "attacks.json").is_file():
             return None
-        return next(
-            (record for record in reversed(Run(self.folder).attacks) if record.get("setup") == self.setup.name), None
-        )
+        of_setup = [record for record in Run(self.folder).attacks if record.get("setup") == self.setup.name]
+        wanted = {attack.partition(":")[0] for attack in self.setup.attacks.split(",")}
+        whole = [
+            record
+            for record in of_setup
+            if wanted <= {entry["attack"].partition(":")[0] for entry in record["attacks"]}
+        ]
+        return whole[-1] if whole else None
 
     @property
     def ready(self) -> bool:

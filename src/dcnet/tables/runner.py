@@ -36,7 +36,7 @@ from dcnet.training.processors import SHORT_WAITS
 from dcnet.util.files import check_writable, check_writable_folder
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
-_WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
+WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
 
 
 class Runner:
@@ -75,7 +75,7 @@ class Runner:
                     waiting.remove(task)
                     self._enter(task, jobs)
                 left = until - time.monotonic()
-                needed = max(_WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
+                needed = max(WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
                 ready = [
                     task for task in waiting if task.ready and task.folder not in {other.folder for other in running}
                 ]
@@ -96,14 +96,20 @@ class Runner:
                     break
                 # check again: tasks that need a network that has just ended were not ready above
                 if waiting and not running and not any(task.ready for task in waiting):
-                    failed += [task.title for task in waiting]
-                    self.say(
-                        "not done, as a network they need failed or diverged: "
-                        f"{'; '.join(task.title for task in waiting)}"
-                    )
+                    failed += self._left_out(waiting)
                     break
                 time.sleep(0.1)
+        for task in [task for task in running if task.ended is not None]:  # while it was being stopped
+            self._enter(task, jobs)
         return failed
+
+    def _left_out(self, tasks: list[Task]) -> list[str]:
+        """Say which attacks lack a network; return their titles. Those on a network that has diverged are done."""
+        entries = {task: self.ledger.find(task.recipe) for task in tasks}
+        titles = [task.title for task, entry in entries.items() if entry is None or not entry.diverged]
+        if titles:
+            self.say(f"not done, as a network they need failed or diverged: {'; '.join(titles)}")
+        return titles
 
     def _check_places(self, tasks: list[Task]) -> None:
         """Raise if what is found cannot be written, before a cell is trained instead of after it."""
@@ -121,6 +127,8 @@ class Runner:
             if (there := task.other) is not None:
                 what = f"holds the run of another cell: {', '.join(recipe_differences(there, task.recipe).values())}"
             elif task.setup is None and task.ended is not None and self.ledger.find(task.recipe) is not None:
+                if self.ledger.replaced_in(task.folder, task.recipe):
+                    continue  # a runner was killed before it could enter it
                 what = f"holds another training of this cell than the one that counts in {self.ledger.path}"
                 if self.ledger.counts(task.recipe, task.ended.result):
                     what = f"holds this cell without the weights ({task.ended.checkpoint.name}) that attacks need"
@@ -178,11 +186,14 @@ class Runner:
         until = time.monotonic() + seconds
         with joined(self.options.get("device")) as ranks:
             for task in tasks:
-                if ranks.agree(time.monotonic() - until) > -_WORTH_STARTING:
+                if ranks.agree(time.monotonic() - until) > -WORTH_STARTING:
                     self.say("time is up")
                     break
                 ended = task.ended is not None
                 ranks.wait()  # until all have checked
+                if ranks.first and not ended:
+                    task.folder.mkdir(parents=True, exist_ok=True)
+                    self.ledger.note_replaced(task.folder, task.recipe)
                 with contextlib.suppress(NonFiniteLoss):  # which the run has recorded
                     if not ended:
                         train(task.recipe, task.folder, quiet=True, **self.options)
@@ -194,6 +205,8 @@ class Runner:
         """Start a process that does the task; what it prints goes to a file in the run folder."""
         if not (task.folder / "recipe.json").is_file():
             open_run(task.folder, task.recipe)
+        if task.setup is None:
+            self.ledger.note_replaced(task.folder, task.recipe)
         threads = max(1, (os.cpu_count() or 1) // jobs)
         attack = {"setup": asdict(task.setup), "source": task.source, "images": task.images} if task.setup else None
         what = {"options": self.options, "attack": attack}
