@@ -19,6 +19,14 @@ PREDICTED = "Natural: FGSM, predicted labels, TanhConv"
 TRANSFERRED = "Natural: FGSM, made on a naturally trained baseline of another seed, TanhConv"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """For the processes that the runner starts; with more, they wait for each other on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A network that a table has trained: ledger, run folder, weights and records."""
