@@ -20,6 +20,7 @@ from dcnet.layers import decoupled_layers
 from dcnet.tables import SCHEDULES, TABLES, Ledger, Runner, find_table, in_order, markdown, page, plan, runner
 from dcnet.tables.ledger import cell_of
 from dcnet.training import build_model, change
+from dcnet.util.lock import locked
 
 ROOT = Path(__file__).parent.parent
 # A table that takes seconds on a CPU: three cells of the real one, on the digits.
@@ -271,6 +272,25 @@ def test_a_cell_that_fails_is_named_and_others_go_on(quick_plan):
     assert "failed with exit status 1" in said[0]
     assert "batch=1000000 is larger than the 1442 training images" in said[0]
     assert len(ledger.entries) == 1
+
+
+def test_a_cell_that_another_process_trains(quick_plan, monkeypatch):
+    """As one does whose runner was killed, and which writes into the same log."""
+    ledger, (task,) = quick_plan(steps=2)
+    task.folder.mkdir(parents=True)
+    dcnet.training.open_run(task.folder, task.recipe)
+    log = task.folder / "train.log"
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        if "in use" in log.read_text():
+            log.write_text(log.read_text() + "epoch 3: train loss 1.0\n")
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    said = []
+    with locked(task.folder):
+        assert Runner(ledger, said.append, {"data_root": "data", "device": "cpu"}).run([task], 1, 600.0) != []
+    assert f"is in use by process {os.getpid()} on" in said[0]
 
 
 @pytest.mark.parametrize("data", ["mnist", "imagefolder:nowhere", "digit"])

@@ -37,6 +37,7 @@ from dcnet.util.files import check_writable, check_writable_folder
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
 WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
+IN_USE = 75  # exit status of a process whose run folder another process has
 
 
 class Runner:
@@ -170,7 +171,9 @@ class Runner:
     def _ended(self, task: Task, status: int, jobs: int, seconds: float) -> list[str]:
         """Record what an ended process has done; return the task's title if it failed."""
         if task.ended is None:
-            self.say(f"{task.title}: failed with exit status {status}: {_last_line(_log(task))}")
+            # the other process may have written more since, into the same log
+            words = _last_line(_log(task), " is in use by " if status == IN_USE else "")
+            self.say(f"{task.title}: failed with exit status {status}: {words}")
             return [task.title]
         if task.setup is None:
             self.seconds.append(seconds)
@@ -253,9 +256,10 @@ def _log(task: Task) -> Path:
     return task.folder / "train.log"
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: Path, words: str = "") -> str:
+    """Return the last line of a log that has these words in it."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line for line in reversed(lines) if line.strip() and words in line), "it said nothing")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from dcnet.training import Interrupted, NonFiniteLoss, Run, attack_run, train
+from dcnet.tables.runner import IN_USE
+from dcnet.training import Interrupted, InUse, NonFiniteLoss, Run, attack_run, train
 
 _CHECKED = 200  # images of the check-up for misleading gradients
 
@@ -26,6 +27,9 @@ def main(folder: str, what: str) -> int:
     except (Interrupted, NonFiniteLoss) as ended:  # the run folder has the details
         sys.stdout.write(f"{ended}\n")
         return 0
+    except InUse as error:
+        sys.stdout.write(f"{error}\n")
+        return IN_USE
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.stdout.write(f"{error}\n")
         return 1
