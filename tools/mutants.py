@@ -1141,6 +1141,20 @@ MUTANTS = [
         "test_tables_kept.py",
     ),
     Mutant(
+        "tables: a training that replaces another refused",
+        "tables/runner.py",
+        "if self.ledger.replaced_in(task.folder, task.recipe):",
+        "if False:",
+        "test_tables_kept.py",
+    ),
+    Mutant(
+        "tables: attacks that lack some of their set-up entered",
+        "tables/plan.py",
+        "if wanted <= {",
+        "if set() <= {",
+        "test_tables_kept.py",
+    ),
+    Mutant(
         "tables: attacks entered before their network is trained",
         "tables/plan.py",
         "if self.ready and self.found is not None",
