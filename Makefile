@@ -5,7 +5,7 @@ READY := .venv/.ready
 ECOSYSTEM := .venv-ecosystem
 
 # Beside other programs PyTorch's threads wait for each other many times as long without this (src/dcnet/training/processors.py)
-export GOMP_SPINCOUNT ?= 1000
+export GOMP_SPINCOUNT ?= 2000
 
 .PHONY: demo test slow lint docs bench ecosystem mutants sanitize clean
 

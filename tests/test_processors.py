@@ -37,7 +37,7 @@ def said(monkeypatch):
 def test_it_is_said_once(said):
     (line,) = said(0.6)
     assert "PyTorch's 2 threads get the time of 0.6 processors" in line
-    assert "GOMP_SPINCOUNT=1000" in line
+    assert "GOMP_SPINCOUNT=2000" in line
 
 
 def test_nothing_is_said_without_others(said):
