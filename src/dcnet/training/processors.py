@@ -11,8 +11,8 @@ from dcnet.training.callback import Callback, Numbers
 from dcnet.training.run import Run
 
 # How often GNU's OpenMP, which PyTorch has on Linux, looks whether the other threads are done before it sleeps. By
-# default 300,000 times: milliseconds, in which the thread that it waits for may need the processor. With 1,000, steps
-# take some 5% longer alone, and a fraction of the time beside other programs (benchmarks/NOTES.md).
+# default 300,000 times: milliseconds, in which the thread that it waits for may need the processor. With 2,000, steps
+# take a fraction of the time beside other programs, and no longer without them (benchmarks/NOTES.md).
 SHORT_WAITS = {"GOMP_SPINCOUNT": "2000"}
 _SET_BY_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _SECONDS = 3.0
