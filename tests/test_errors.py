@@ -158,3 +158,8 @@ def test_inputs():
         dcnet.patch_norm(X[:, :, 0, 0], 3)
     with pytest.raises(ValueError, match="scale must be a finite number > 0"):
         dcnet.project_weights_(layer, scale=0.0)
+
+
+def test_a_projection_needs_an_optimizer():
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got NoneType"):
+        dcnet.WeightProjection(dcnet.DecoupledLinear(4, 3), None)

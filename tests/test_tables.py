@@ -335,6 +335,7 @@ def test_under_torchrun(tmp_path):
         ([], "Usage"),
         (["cnn9", "--schedule", "papers"], "unknown schedule 'papers'. Did you mean 'paper'"),
         (["cnn9", "--seeds", "a"], "seeds='a' must be whole numbers"),
+        (["cnn9", "--data", "digts", "--list"], "unknown data set 'digts'. Did you mean 'digits'?"),
         (["cnn9", "--budget", "soon"], "budget='soon' must be a duration"),
         (["cnn9", "--match", "HyperConv"], "no cell of the table cnn9 has 'HyperConv'"),
         (["cnn9", "cause", "--match", "HyperConv"], "no cell of the tables cnn9, cause has 'HyperConv'"),

@@ -14,6 +14,7 @@ from dcnet.cli.common import show as show_made
 from dcnet.cli.figure import check_format, save_figure
 from dcnet.cli.own_formulas import Formulas, register
 from dcnet.cli.train import value_of_flag
+from dcnet.data import FOLDER, check_name
 from dcnet.tables import (
     SCHEDULES,
     TABLES,
@@ -140,6 +141,8 @@ def table(
             **_set(fields or []),
             **({} if data is None else {"data": data}),
         }
+        if data is not None and not data.startswith(FOLDER):
+            check_name(data)
         which = schedule or ("smoke" if data == "digits" else "paper")
         if which not in SCHEDULES:
             raise ValueError(f"unknown schedule {which!r}.{nearest(which, SCHEDULES)} Possible: {', '.join(SCHEDULES)}")

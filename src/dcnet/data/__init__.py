@@ -24,11 +24,14 @@ def load_data(
 
     `digits` comes with the package; all others are read from their official files under the root.
     """
-    if name == "digits":
-        return _digits()
-    if name not in OFFICIAL:
+    check_name(name)
+    return _digits() if name == "digits" else load(name, Path(root), download, progress)
+
+
+def check_name(name: str) -> None:
+    """Raise unless there is a data set of that name."""
+    if name not in NAMES:
         raise ValueError(f"unknown data set {name!r}.{nearest(name, NAMES)} Known: {', '.join(NAMES)}, {FOLDER}PATH")
-    return load(name, Path(root), download, progress)
 
 
 def class_names_of(name: str) -> tuple[str, ...]:
@@ -59,6 +62,7 @@ __all__ = [
     "MissingData",
     "Resident",
     "Split",
+    "check_name",
     "class_names_of",
     "epoch_order",
     "load_data",

@@ -128,6 +128,8 @@ class WeightProjection:
         every: int = 100,
         where: Selector = None,
     ) -> None:
+        if not hasattr(optimizer, "register_step_post_hook"):  # wrappers of other libraries have it
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a whole number ≥ 1, got {every!r}")
         _check_scale(scale)
