@@ -1289,6 +1289,20 @@ MUTANTS = [
         "test_training.py",
     ),
     Mutant(
+        "training: others on the processors not noticed",
+        "training/processors.py",
+        "if used < _ALONE * self.threads * wall:",
+        "if False:",
+        "test_processors.py",
+    ),
+    Mutant(
+        "training: the first step's compiler taken for others on the processors",
+        "training/processors.py",
+        "        if self.start is None:  # after the first step, which compiles",
+        "        self.start = self.start or (0.0, 0.0)\n        if self.start is None:",
+        "test_processors.py",
+    ),
+    Mutant(
         "training: saved without looking",
         "training/trainer.py",
         "    _stop_if_not_finite(state, data, per_epoch)\n    state.save(run)",
