@@ -10,9 +10,10 @@ from test_cli import call
 from test_tables import LEARNS
 
 import dcnet
-from dcnet.tables import Ledger, ledger, runner
+from dcnet.tables import Ledger, ledger, runner, worker
 from dcnet.tables.ledger import keep_record
 from dcnet.training import Run
+from dcnet.util.lock import locked
 
 CELL = "Natural: no attack, TanhConv"
 PREDICTED = "Natural: FGSM, predicted labels, TanhConv"
@@ -253,6 +254,68 @@ def test_attacks_that_have_lost_some_of_their_own(place, monkeypatch):
     assert table(place, "white-box", PREDICTED, "--list").output.count("  missing  ") == 1
     assert table(place, "white-box", PREDICTED).exit_code == 0
     assert set(lines(place)[1]["attacks"]) == {"fgsm", "bim"}
+
+
+def test_a_long_attack_goes_on_where_it_was_stopped(place, monkeypatch):
+    """AutoAttack takes longer than a budget may be; its parts together are what is found at once."""
+    (file,) = (place / "weights").iterdir()
+    run = dcnet.training.restore_run(file, place / "runs" / file.stem)
+    setup = {"name": "AutoAttack", "attacks": "auto", "source": None, "predicted": False, "statistics": "running"}
+    attacked, most = [], 2
+
+    def attack_run(run, attacks, *, first, **others):
+        if len(attacked) == most:
+            raise KeyboardInterrupt
+        attacked.append(first)
+        return dcnet.training.attack_run(run, "fgsm", 0.05, first=first, **others)
+
+    monkeypatch.setattr(worker, "attack_run", attack_run)
+    monkeypatch.setattr(worker, "_PART", 10)
+    with pytest.raises(KeyboardInterrupt):
+        worker._attack(run, setup, None, 35, {"device": "cpu"})
+    most = 9
+    worker._attack(run, setup, None, 35, {"device": "cpu"})
+    assert attacked == [0, 10, 20, 30]
+    assert not (run.folder / worker.BEGUN).is_file()
+    (found,) = run.attacks
+    whole = dcnet.training.attack_run(run, "fgsm", 0.05, limit=35, cumulative=False, device="cpu")
+    wanted = {name: value for name, value in whole["attacks"][0].items() if name != "seconds"}
+    assert {name: found["attacks"][0][name] for name in wanted} == wanted
+    assert (found["images"], found["clean"], found["setup"]) == (35, whole["clean"], "AutoAttack")
+
+
+@pytest.mark.parametrize("other", [{"result": {"seconds": 2.0}}, {"images": 34}])
+def test_parts_of_another_attack_are_not_taken(place, monkeypatch, other):
+    """The network was trained again, say, and attacked before that."""
+    (file,) = (place / "weights").iterdir()
+    run = dcnet.training.restore_run(file, place / "runs" / file.stem)
+    setup = {"name": "AutoAttack", "attacks": "auto"}
+    part = {"images": 10, "clean": 90.0, "attacks": [{"attack": "auto", "attacked": 9, "accuracy": 10.0, "seconds": 1}]}
+
+    def attack(first, limit):
+        return part | {"images": limit}
+
+    def stop(first, limit):
+        if first == 10:
+            raise KeyboardInterrupt
+        return attack(first, limit) | {"clean": 0.0}
+
+    monkeypatch.setattr(worker, "_PART", 10)
+    images = other.get("images", 35)
+    with pytest.raises(KeyboardInterrupt):
+        worker._in_parts(run, setup, images, stop)
+    if "result" in other:
+        run.finish(run.result | other["result"])
+    assert worker._in_parts(run, setup, 35, attack)["clean"] > 80.0
+
+
+def test_a_network_is_attacked_by_one_process(place):
+    """That of a runner that was killed goes on."""
+    (file,) = (place / "weights").iterdir()
+    run = dcnet.training.restore_run(file, place / "runs" / file.stem)
+    what = {"attack": {"setup": {}, "source": None, "images": None}, "options": {}}
+    with locked(run.folder):
+        assert worker.main(str(run.folder), json.dumps(what)) == runner.IN_USE
 
 
 def test_attacks_that_are_left_of_a_run_that_is_gone(place):

@@ -45,6 +45,7 @@ def attack_run(
     *,
     source: Run | None = None,
     limit: int | None = None,
+    first: int = 0,
     cumulative: bool = True,
     predicted: bool = False,
     statistics: str = "running",
@@ -67,6 +68,7 @@ def attack_run(
         source: another run, on whose network the adversarial images are made.
         limit: attack only the first images, this many; of an image folder, this many that are drawn, always the same
             ones. A folder with more than 4 GiB of test images needs it.
+        first: the number of the first image to attack, counted from 0; not of an image folder.
         cumulative: each attack sees only what survived those before it.
         predicted: attack what the network predicts, not the true labels.
         statistics: "running" averages, as the network is used, or "batch", E{‖x‖} of the batch as in training, which
@@ -89,7 +91,7 @@ def attack_run(
         raise ValueError(f"unknown statistics {statistics!r}; possible: {', '.join(STATISTICS)}")
     with joined(device) as ranks, tf32(False), torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16):
         data = open_data(run.recipe, ranks, data_root, download)
-        images, labels = _test_images(data, run.recipe.data, limit)
+        images, labels = _test_images(data, run.recipe.data, limit, first)
         model = run.model.to(ranks.device)
         other = None if source is None else source.model.to(ranks.device)
         options: dict[str, Any] = {
@@ -108,10 +110,13 @@ def attack_run(
     return result | found | ({"statistics": statistics} if statistics != "running" else {})
 
 
-def _test_images(data: "Resident | ImageFolder", name: str, limit: int | None) -> tuple[Tensor, Tensor]:
+def _test_images(data: "Resident | ImageFolder", name: str, limit: int | None, first: int) -> tuple[Tensor, Tensor]:
     """Return the images in [0, 1] that are to be attacked, and their labels."""
     if isinstance(data, Resident):
-        return data.test.images[:limit].float() / 255.0, data.test.labels[:limit]
+        some = slice(first, None if limit is None else first + limit)
+        return data.test.images[some].float() / 255.0, data.test.labels[some]
+    if first:
+        raise ValueError(f"first={first}: images of a folder are drawn; possible: 0")
     if limit is None and (size := 4 * data.channels * data.size**2 * data.test_length) > _FITS:
         raise ValueError(
             f"{name} has {data.test_length} test images, {size / 2**30:.1f} GiB at {data.size}×{data.size}, too many "
