@@ -589,6 +589,22 @@ def test_a_ledger_is_utf8_everywhere(tmp_path):
     assert entry.cell.endswith("\udcff")  # a byte of a file's name
 
 
+def test_a_last_line_without_an_end_is_read(tmp_path):
+    """Editors leave it so; a line that a kill has cut off does not parse."""
+    whole = (ROOT / "results" / "tables" / "ledger.jsonl").read_bytes().splitlines()[:2]
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"\n".join(whole))
+    ledger = Ledger(path)
+    assert len(ledger.entries) == 2
+    ledger.add(ledger.entries[0])
+    assert path.read_bytes() == b"".join(line + b"\n" for line in (*whole, whole[0]))
+    path.write_bytes(b"\n".join(whole)[:-1])
+    ledger = Ledger(path)
+    assert len(ledger.entries) == 1
+    ledger.add(ledger.entries[0])
+    assert path.read_bytes() == 2 * (whole[0] + b"\n")
+
+
 def test_what_cannot_be_written_is_found_before_a_cell_is_trained(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()

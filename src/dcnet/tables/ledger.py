@@ -1,6 +1,7 @@
 """The ledger: one JSON line for every cell that was trained, to its end or until its loss was no longer finite."""
 
 import json
+import os
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -74,8 +75,8 @@ class Ledger:
         # is trained again is another one, and what attacks left of the one before says nothing about it.
         self.counting: dict[Hashable, dict[str | None, Entry]] = {}
         if path.is_file():
-            *lines, _ = path.read_bytes().split(b"\n")  # the last is empty, or cut off by a kill
-            for number, line in enumerate(lines, 1):
+            *lines, last = path.read_bytes().split(b"\n")
+            for number, line in enumerate(lines + [last] * _whole(last), 1):
                 self._count(self._read(number, line))
 
     def _read(self, number: int, line: bytes) -> Entry:
@@ -198,11 +199,27 @@ def all_attacks(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list
     return [record for record in before if record not in now and record.get("setup") not in setups] + now
 
 
+def _whole(last: bytes) -> bool:
+    """Return whether what follows the last line's end is a line without one, as editors leave it.
+
+    Otherwise it is empty, or was cut off by a kill.
+    """
+    try:
+        return isinstance(json.loads(last), dict)
+    except ValueError:
+        return False
+
+
 def _end_last_line(path: Path) -> None:
-    """Remove an incomplete last line, left by a killed process, so that the next line is separate."""
+    """End the last line, or remove it if a killed process has left it incomplete, so that the next one is separate."""
     if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        start = text.rfind(b"\n") + 1
         with path.open("r+b") as file:
-            file.truncate(text.rfind(b"\n") + 1)
+            if _whole(text[start:]):
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
+            else:
+                file.truncate(start)
 
 
 def _of_training(record: dict[str, Any]) -> dict[str, Any]:
