@@ -332,7 +332,7 @@ def test_table_errors(tmp_path):
     assert "cause put in place" in call("table", "--into", str(page), "--ledger", str(book)).output
     assert page.read_bytes().startswith(b"before\r\n")
     listed = call("table", "--list", "--ledger", str(book)).output
-    assert "Time of a device" in listed
+    assert "Time of NVIDIA H200, judged by cells" in listed
 
 
 def test_errors_name_files_and_have_no_numbers(tmp_path):

@@ -17,7 +17,20 @@ from test_cli import call
 
 import dcnet
 from dcnet.layers import decoupled_layers
-from dcnet.tables import SCHEDULES, TABLES, Ledger, Runner, find_table, in_order, markdown, page, plan, runner
+from dcnet.tables import (
+    SCHEDULES,
+    TABLES,
+    Ledger,
+    Runner,
+    costs,
+    find_table,
+    in_order,
+    markdown,
+    page,
+    plan,
+    runner,
+    usual_device,
+)
 from dcnet.tables.ledger import cell_of
 from dcnet.training import build_model, change
 from dcnet.util.lock import locked
@@ -397,7 +410,7 @@ def test_an_attacked_table(tmp_path):
     assert attacked["recipe"]["magnitude"] == "tanh"
     settings = "augment-none-batch-64-epochs-1-0-norm-batch-recalibrate-5"
     source = f"robustness-natural-baseline-digits-smoke-float32-{settings}-seed-1"
-    assert (attacked["from"], attacked["images"]) == (source, 32)
+    assert (attacked["from"], attacked["images"], attacked["jobs"]) == (source, 32, 1)
     assert set(attacked["attacks"]) == {"fgsm", "bim"}
     accuracy = 100.0 - records[0]["error"]  # which is what the table has, and the line beside the paper's number
     assert f"accuracy on the test images {accuracy:.2f}%" in done.output
@@ -456,6 +469,34 @@ def test_tables_of_the_same_networks_train_them_once(tmp_path):
     assert len(recipes) == len(set(recipes)) == 2 * 16 + 2  # and the baselines of seed 2, that images are made on
     attacked = {task.folder for task in tasks if task.setup is not None}
     assert attacked <= {task.folder for task in tasks if task.setup is None}
+
+
+def test_tables_that_share_a_cell_train_it_once(tmp_path):
+    tables = [TABLES["weighted"], TABLES["resnet32"]]
+    plans = [plan(table, Ledger(tmp_path / "none"), tmp_path, "paper", [0]) for table in tables]
+    tasks = in_order(task for one in plans for task in one.missing)
+    assert len(tasks) == len({cell_of(task.recipe) for task in tasks}) == 6 + 24 - 1
+    assert [task for task in tasks if task in plans[0].missing] == plans[0].missing
+
+
+def test_long_attacks_come_last(tmp_path):
+    """AutoAttack takes minutes, the others seconds; a network is attacked by one process at a time."""
+    missing = plan(TABLES["white-box"], Ledger(tmp_path / "none"), tmp_path, "paper", [0]).missing
+    setups = [task.setup.name for task in missing if task.setup is not None]
+    assert set(setups) == {"white box", "AutoAttack", "predicted labels", "predicted labels and E of the batch"}
+    assert setups[setups.index("AutoAttack") :] == ["AutoAttack"] * 16
+
+
+def test_costs_are_those_of_one_device():
+    """One cell of the ledger was attacked on a CPU, in 20 minutes; on a GPU that takes a minute."""
+    ledger = Ledger(ROOT / "results" / "tables" / "ledger.jsonl")
+    assert usual_device(ledger) == "NVIDIA H200"
+    assert len({entry.record["device"] for entry in ledger.entries}) > 1
+    whole = plan(TABLES["white-box"], Ledger(Path("none")), Path("runs"), "paper", [0], precision="bf16")
+    expected = costs([whole], ledger)
+    half = next(task for task in whole.missing if task.setup is not None and "half-clean" in task.title)
+    assert half.setup.name == "white box"
+    assert 1.0 < expected[half.title] < 120.0
 
 
 def test_attacks_come_before_other_networks(tmp_path):

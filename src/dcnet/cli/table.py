@@ -32,6 +32,7 @@ from dcnet.tables import (
     plan,
     settings_of,
     under_torchrun,
+    usual_device,
 )
 from dcnet.training.recipe import hints
 from dcnet.util.files import write_atomically
@@ -219,7 +220,11 @@ def _set(fields: list[str]) -> dict[str, Any]:
 def _show(plans: list[Plan], ledger: Ledger) -> None:
     expected = costs(plans, ledger)
     shown = Shown(
-        "table", "cells done", "missing", "will cost", title="Time of a device, judged by cells that are done"
+        "table",
+        "cells done",
+        "missing",
+        "will cost",
+        title=f"Time of {usual_device(ledger) or 'a device'}, judged by cells that are done on it",
     )
     for one in plans:
         known = [expected[task.title] for task in one.missing]

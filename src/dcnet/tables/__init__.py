@@ -3,7 +3,7 @@
 from dcnet.tables.ledger import Entry, Ledger
 from dcnet.tables.paper import TABLES, find_table
 from dcnet.tables.picture import compared, draw_differences, picture
-from dcnet.tables.plan import Plan, Task, check_matches, costs, in_order, plan
+from dcnet.tables.plan import Plan, Task, check_matches, costs, in_order, plan, usual_device
 from dcnet.tables.render import markdown, page, settings_of
 from dcnet.tables.runner import WORTH_STARTING, Runner, under_torchrun
 from dcnet.tables.table import SCHEDULES, Cell, Table
@@ -31,4 +31,5 @@ __all__ = [
     "plan",
     "settings_of",
     "under_torchrun",
+    "usual_device",
 ]

@@ -133,7 +133,7 @@ def entry_of_training(cell: str, run: Run, jobs: int) -> Entry:
     return _entry(cell, run, _findings(run) | {"jobs": jobs})
 
 
-def entry_of_attacks(cell: str, run: Run, setup: str, found: dict[str, Any]) -> Entry:
+def entry_of_attacks(cell: str, run: Run, setup: str, found: dict[str, Any], jobs: int) -> Entry:
     """Return the entry of attacks on a run."""
     attacks = {entry["attack"].split(":")[0]: entry["accuracy"] for entry in found["attacks"]}
     record = {
@@ -147,7 +147,7 @@ def entry_of_attacks(cell: str, run: Run, setup: str, found: dict[str, Any]) -> 
         "from": found["from"] and Path(found["from"]).name,
         "verdict": found.get("check-up", {}).get("verdict"),
     }
-    record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"])}
+    record |= {"seconds": sum(entry["seconds"] for entry in found["attacks"]), "jobs": jobs}
     return _entry(
         cell, run, record | {name: found[name] for name in _FROM_RESULT if name in found and name != "seconds"}
     )

@@ -1,6 +1,7 @@
 """The tasks of a table: networks to train, then attacks on them, and what each will cost."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,14 @@ def _of_what_counts(file: Path, recipe: Recipe, ledger: Ledger) -> bool:
 
 
 def in_order(tasks: Iterable[Task]) -> list[Task]:
-    """Return each task once, networks before attacks, otherwise in the same order."""
-    return sorted(dict.fromkeys(tasks), key=lambda task: task.setup is not None)
+    """Return each task once, networks before attacks, long attacks last, otherwise in the same order.
+
+    A network that several tables have under other names is trained once, for the first of them.
+    """
+    once: dict[Hashable, Task] = {}
+    for task in dict.fromkeys(tasks):
+        once.setdefault(cell_of(task.recipe) if task.setup is None else task, task)
+    return sorted(once.values(), key=lambda task: (task.setup is not None, task.setup is not None and task.setup.long))
 
 
 def _matching(table: Table, matches: list[str] | None) -> list[Cell]:
@@ -195,15 +202,23 @@ def _slug(title: str) -> str:
 
 
 def costs(plans: list[Plan], ledger: Ledger) -> dict[str, float | None]:
-    """Return by title how many seconds of a device each missing task will take, None if unknown.
+    """Return by title how many seconds of the `usual_device` each missing task will take, None if unknown.
 
     This is estimated from finished tasks of the same network.
     """
     found: dict[str, float | None] = {}
+    device = usual_device(ledger)
+    entries = [entry for entry in ledger.entries if entry.record.get("device") == device and not entry.diverged]
     for task in (task for one in plans for task in one.missing):
-        paces = sorted(_pace(entry) for entry in ledger.entries if _alike(entry, task) and not entry.diverged)
+        paces = sorted(_pace(entry) for entry in entries if _alike(entry, task))
         found[task.title] = paces[len(paces) // 2] * (1.0 if task.setup else _length(task.recipe)) if paces else None
     return found
+
+
+def usual_device(ledger: Ledger) -> str | None:
+    """Return the name of the device that most of the ledger was computed on; None if the ledger names none."""
+    devices = Counter(entry.record["device"] for entry in ledger.entries if entry.record.get("device"))
+    return max(devices, key=lambda name: devices[name], default=None)
 
 
 def _alike(entry: Entry, task: Task) -> bool:

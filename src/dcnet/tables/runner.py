@@ -231,7 +231,7 @@ class Runner:
         assert run is not None
         if task.setup is not None:
             assert task.found is not None
-            entry = entry_of_attacks(task.title, run, task.setup.name, task.found)
+            entry = entry_of_attacks(task.title, run, task.setup.name, task.found, jobs)
             words = ", ".join(f"{attack} {accuracy:.2f}%" for attack, accuracy in entry.record["attacks"].items())
         else:
             entry = entry_of_training(task.title, run, jobs)

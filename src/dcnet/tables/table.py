@@ -30,6 +30,11 @@ class Setup:
     predicted: bool = False
     statistics: str = "running"
 
+    @property
+    def long(self) -> bool:
+        """Whether it takes minutes on a GPU, not seconds."""
+        return "auto" in self.attacks
+
 
 @dataclass(frozen=True)
 class Cell:
