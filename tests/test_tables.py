@@ -20,6 +20,7 @@ from dcnet.layers import decoupled_layers
 from dcnet.tables import (
     SCHEDULES,
     TABLES,
+    Entry,
     Ledger,
     Runner,
     costs,
@@ -497,6 +498,28 @@ def test_costs_are_those_of_one_device():
     half = next(task for task in whole.missing if task.setup is not None and "half-clean" in task.title)
     assert half.setup.name == "white box"
     assert 1.0 < expected[half.title] < 120.0
+
+
+def test_images_made_on_a_network_that_has_not_converged_say_nothing(tmp_path, monkeypatch):
+    """Such attacks are left out, whether it was trained now or before; nothing has failed."""
+    monkeypatch.setattr(Entry, "diverged", property(lambda entry: entry.setup is None and entry.recipe.seed == 1))
+    cell = ["--match", "Natural: FGSM, made on a naturally trained baseline of another seed, TanhConv"]
+    arguments = ["--data", "digits", *LEARNS, "--device", "cpu", "--runs", str(tmp_path), "--schedule", "short", *cell]
+    done = call("table", "black-box", *arguments)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("left out, since robustness-natural-baseline-digits-short") == 1
+    assert [entry.setup for entry in Ledger(tmp_path / "ledger.jsonl").entries] == [None, None]
+    again = call("table", "black-box", *arguments)
+    assert (again.exit_code, again.output.strip()) == (0, "")
+
+
+def test_attacks_on_a_network_that_has_just_not_converged(tmp_path, monkeypatch):
+    """Its entry stands for them, as it does the next time."""
+    monkeypatch.setattr(Entry, "diverged", property(lambda entry: entry.setup is None))
+    arguments = ["--data", "digits", *LEARNS, "--device", "cpu", "--runs", str(tmp_path), "--schedule", "short"]
+    done = call("table", "white-box", *arguments, "--match", "Natural: FGSM, predicted labels, TanhConv")
+    assert done.exit_code == 0, done.output
+    assert [entry.setup for entry in Ledger(tmp_path / "ledger.jsonl").entries] == [None]
 
 
 def test_attacks_come_before_other_networks(tmp_path):

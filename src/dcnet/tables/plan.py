@@ -91,7 +91,7 @@ def plan(
     matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises if one of
     them finds nothing. weights: a folder of weights that were kept: these networks need no training before attacks,
     if they are those of the training that counts. settings: recipe fields of all cells. Attacks on a network that has
-    not converged are done: its entry stands for them.
+    not converged are done: its entry stands for them. Attacks with images made on such a network are left out.
     """
     found = Plan(table)
     folders: dict[tuple[Any, ...], Path] = {}
@@ -129,6 +129,11 @@ def plan(
             if entry is not None:
                 found.done.append((cell, entry))
                 continue
+            images = SMOKE_IMAGES if schedule == "smoke" else None
+            made_on = None if setup is None else table.source(setup, recipe)
+            of_source = None if made_on is None else ledger.find(made_on)
+            if of_source is not None and of_source.diverged and images is None:
+                continue  # images made on a network at chance would say nothing; a rehearsal takes any network
             compared = (schedule, recipe.data) == ("paper", table.recipe(cell).data)
             folder = network(
                 recipe,
@@ -138,9 +143,7 @@ def plan(
             )
             if setup is None:
                 continue
-            made_on = table.source(setup, recipe)
             source = None if made_on is None else network(made_on, setup.name.removeprefix("from "), None, True)
-            images = SMOKE_IMAGES if schedule == "smoke" else None
             title = f"{folder.name}: {setup.name}"
             restored = {place: kept[place] for place in (folder, source) if place in kept}
             found.missing.append(Task(title, recipe, folder, None, table.measure, setup, source, images, restored))

@@ -56,6 +56,7 @@ class Runner:
     ) -> None:
         self.ledger, self.say, self.options, self.weights, self.records = ledger, say, options, weights, records
         self.seconds: list[float] = []  # of the networks that were trained here
+        self.not_converged: set[Path] = set()  # run folders of such networks that were trained here
 
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
@@ -75,6 +76,7 @@ class Runner:
                 ]:  # by a runner that was killed, or by hand
                     waiting.remove(task)
                     self._enter(task, jobs)
+                self._leave_out_what_says_nothing(waiting)
                 left = until - time.monotonic()
                 needed = max(WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
                 ready = [
@@ -103,6 +105,18 @@ class Runner:
         for task in [task for task in running if task.ended is not None]:  # while it was being stopped
             self._enter(task, jobs)
         return failed
+
+    def _leave_out_what_says_nothing(self, waiting: list[Task]) -> None:
+        """Remove attacks on a network that has not converged, or with images made on one.
+
+        A rehearsal, on a few images, takes any network.
+        """
+        for task in [task for task in waiting if task.setup is not None and task.images is None]:
+            if task.folder in self.not_converged:  # its own entry says so
+                waiting.remove(task)
+            elif task.source is not None and task.source in self.not_converged:
+                waiting.remove(task)
+                self.say(f"{task.title}: left out, since {task.source.name} has not converged")
 
     def _left_out(self, tasks: list[Task]) -> list[str]:
         """Say which attacks lack a network; return their titles. Those on a network that has diverged are done."""
@@ -241,7 +255,9 @@ class Runner:
                 if finite
                 else f"not finite at epoch {entry.record['epoch']:.1f}"
             )
-            words += ", which counts as N/C" if entry.diverged else ""
+            if entry.diverged:
+                self.not_converged.add(run.folder)
+                words += ", which counts as N/C"
             words += "" if task.paper is None else f" (paper: {task.paper})"
             # a folder of records alone has none
             if self.weights is not None and not entry.diverged and run.checkpoint.is_file():
