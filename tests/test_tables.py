@@ -242,6 +242,18 @@ def test_a_budget_is_kept(quick_plan, monkeypatch):
     assert "Go on with" in (task.folder / "train.log").read_text()
 
 
+def test_a_budget_begins_with_the_call(quick_plan, monkeypatch):
+    """Not after the data is found and weights are restored."""
+    ledger, (task,) = quick_plan(steps=2)
+    found = []
+    monkeypatch.setattr(Runner, "_find_data", lambda self, tasks: found.append(tasks))
+    clock = SimpleNamespace(monotonic=lambda: 3600.0 * len(found), sleep=time.sleep)
+    monkeypatch.setattr(runner, "time", clock)
+    said = []
+    assert Runner(ledger, said.append, {"data_root": "data", "device": "cpu"}).run([task], 1, 3600.0) == []
+    assert said == ["time is up; running cells stop and go on the next time: 0; not begun: 1"]
+
+
 def test_a_cell_that_ends_while_it_is_stopped_is_entered(quick_plan, monkeypatch):
     ledger, (task,) = quick_plan(steps=2)
 
@@ -305,6 +317,25 @@ def test_a_cell_that_another_process_trains(quick_plan, monkeypatch):
     with locked(task.folder):
         assert Runner(ledger, said.append, {"data_root": "data", "device": "cpu"}).run([task], 1, 600.0) != []
     assert f"is in use by process {os.getpid()} on" in said[0]
+
+
+def test_a_cell_that_could_not_begin_is_computed_as_it_is_asked_for_now(quick_plan):
+    """Its error says what to do, such as graphs=False, and its run folder has the recipe that failed."""
+    ledger, (task,) = quick_plan(steps=2)
+    for settings, failed in (({"graphs": True}, [task.title]), ({"graphs": False}, [])):
+        asked = replace(task, recipe=replace(task.recipe, **settings))
+        assert Runner(ledger, print, {"data_root": "data", "device": "cpu"}).run([asked], 1, 600.0) == failed
+    assert [entry.recipe.graphs for entry in ledger.entries] == [False]
+
+
+def test_recipes_for_a_gpu_are_rehearsed_on_a_cpu(tmp_path):
+    """fast-cifar and best-cifar ask for CUDA graphs, which is how a cell is computed, not what."""
+    arguments = ["--data", "digits", "--device", "cpu", "--runs", str(tmp_path), "--set", "precision=float32"]
+    arguments += ["--set", "batch=64", "--match", "LinearConv, cosine, projected"]
+    done = call("table", "cause", *arguments)
+    assert done.exit_code == 0, done.output
+    (entry,) = Ledger(tmp_path / "ledger.jsonl").entries
+    assert entry.recipe.graphs is None
 
 
 @pytest.mark.parametrize("data", ["mnist", "imagefolder:nowhere", "digit"])

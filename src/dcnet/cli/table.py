@@ -42,6 +42,7 @@ _LIST = "\n\n".join(f"- {table.name}: {table.title}" for table in TABLES.values(
 _SHARES = ", ".join(f"{name} is {share:g} of it" for name, share in SCHEDULES.items() if share != 1.0)
 # On a GPU: how a cell is computed, not what. A test image is looked at every fifth epoch.
 _ON_A_GPU = {"precision": "bf16", "channels_last": True, "graphs": True, "evaluate_every": 5, "save_every": 10_000}
+_ON_A_CPU = {"graphs": None}  # which some recipes ask for
 
 
 def table(
@@ -138,7 +139,7 @@ def table(
             return
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         settings: dict[str, Any] = {
-            **(_ON_A_GPU if kind == "cuda" else {}),
+            **(_ON_A_GPU if kind == "cuda" else _ON_A_CPU),
             **_set(fields or []),
             **({} if data is None else {"data": data}),
         }

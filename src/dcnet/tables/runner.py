@@ -33,7 +33,8 @@ from dcnet.training import (
 )
 from dcnet.training.interruption import Interruption
 from dcnet.training.processors import SHORT_WAITS
-from dcnet.util.files import check_writable, check_writable_folder
+from dcnet.util.files import check_writable, check_writable_folder, write_json
+from dcnet.util.lock import InUse, locked
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
 WORTH_STARTING = 20.0  # seconds; in less time, a cell would only start
@@ -60,11 +61,11 @@ class Runner:
 
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
+        until = time.monotonic() + seconds
         self._check_places(tasks)
         self._check_folders(tasks)
         self._find_data(tasks)
         self._restore(tasks)
-        until = time.monotonic() + seconds
         waiting, failed = list(tasks), []
         running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
         with _stopped_in_the_end(running), Interruption() as interruption:
@@ -222,6 +223,10 @@ class Runner:
         """Start a process that does the task; what it prints goes to a file in the run folder."""
         if not (task.folder / "recipe.json").is_file():
             open_run(task.folder, task.recipe)
+        elif task.setup is None and not (task.folder / "checkpoint.safetensors").is_file():
+            # nothing has begun: the cell is computed as it is asked for now, such as without CUDA graphs
+            with contextlib.suppress(InUse), locked(task.folder):
+                write_json(task.folder / "recipe.json", asdict(task.recipe), indent=2)
         if task.setup is None:
             self.ledger.note_replaced(task.folder, task.recipe)
         threads = max(1, (os.cpu_count() or 1) // jobs)
