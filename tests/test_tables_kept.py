@@ -12,6 +12,7 @@ from test_tables import LEARNS
 import dcnet
 from dcnet.tables import Ledger, ledger, runner, worker
 from dcnet.tables.ledger import keep_record
+from dcnet.tables.table import Setup
 from dcnet.training import Run
 from dcnet.util.lock import locked
 
@@ -260,7 +261,7 @@ def test_a_long_attack_goes_on_where_it_was_stopped(place, monkeypatch):
     """AutoAttack takes longer than a budget may be; its parts together are what is found at once."""
     (file,) = (place / "weights").iterdir()
     run = dcnet.training.restore_run(file, place / "runs" / file.stem)
-    setup = {"name": "AutoAttack", "attacks": "auto", "source": None, "predicted": False, "statistics": "running"}
+    setup = Setup("AutoAttack", "auto")
     attacked, most = [], 2
 
     def attack_run(run, attacks, *, first, **others):
@@ -289,7 +290,7 @@ def test_parts_of_another_attack_are_not_taken(place, monkeypatch, other):
     """The network was trained again, say, and attacked before that."""
     (file,) = (place / "weights").iterdir()
     run = dcnet.training.restore_run(file, place / "runs" / file.stem)
-    setup = {"name": "AutoAttack", "attacks": "auto"}
+    setup = Setup("AutoAttack", "auto")
     part = {"images": 10, "clean": 90.0, "attacks": [{"attack": "auto", "attacked": 9, "accuracy": 10.0, "seconds": 1}]}
 
     def attack(first, limit):
@@ -313,7 +314,10 @@ def test_a_network_is_attacked_by_one_process(place):
     """That of a runner that was killed goes on."""
     (file,) = (place / "weights").iterdir()
     run = dcnet.training.restore_run(file, place / "runs" / file.stem)
-    what = {"attack": {"setup": {}, "source": None, "images": None}, "options": {}}
+    what = {
+        "attack": {"setup": {"name": "AutoAttack", "attacks": "auto"}, "source": None, "images": None},
+        "options": {},
+    }
     with locked(run.folder):
         assert worker.main(str(run.folder), json.dumps(what)) == runner.IN_USE
 

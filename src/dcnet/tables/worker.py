@@ -6,12 +6,15 @@ WHAT is JSON with `options` and `attack`.
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dcnet.data import FOLDER
 from dcnet.tables.runner import IN_USE
+from dcnet.tables.table import Setup
 from dcnet.training import Interrupted, InUse, NonFiniteLoss, Run, attack_run, train
 from dcnet.training.run import read_json
 from dcnet.util.files import write_json
@@ -31,7 +34,9 @@ def main(folder: str, what: str) -> int:
             train(Run(folder).recipe, folder, **wanted["options"])
         else:
             with locked(Path(folder)):  # the process of a runner that was killed may still be at it
-                _attack(Run(folder), **wanted["attack"], options=wanted["options"])
+                how = wanted["attack"]
+                setup = Setup(**how["setup"])
+                _attack(Run(folder), setup, how["source"], how["images"], wanted["options"])
     except (Interrupted, NonFiniteLoss) as ended:  # the run folder has the details
         sys.stdout.write(f"{ended}\n")
         return 0
@@ -44,42 +49,40 @@ def main(folder: str, what: str) -> int:
     return 0
 
 
-def _attack(run: Run, setup: dict[str, Any], source: str | None, images: int | None, options: dict[str, Any]) -> None:
+def _attack(run: Run, setup: Setup, source: str | None, images: int | None, options: dict[str, Any]) -> None:
     """Attack a run on its first images, or on all; the record in its folder names the set-up."""
-    white = setup["source"] is None and not setup["predicted"] and setup["statistics"] == "running"
-    long = "auto" in setup["attacks"]
+    white = setup.source is None and not setup.predicted and setup.statistics == "running"
 
     def attack(first: int, limit: int | None) -> dict[str, Any]:
         return attack_run(
             run,
-            setup["attacks"],
+            setup.attacks,
             source=None if source is None else Run(source),
             limit=limit,
             first=first,
             cumulative=False,
-            predicted=setup["predicted"],
-            statistics=setup["statistics"],
+            predicted=setup.predicted,
+            statistics=setup.statistics,
             # E of the batch couples the images of a batch, so its size is that of training
-            batch=run.recipe.batch if setup["statistics"] == "batch" else 5000 if long else 500,
-            check_images=min(_CHECKED, images or _CHECKED) if white and not long else 0,
+            batch=run.recipe.batch if setup.statistics == "batch" else 5000 if setup.long else 500,
+            check_images=min(_CHECKED, images or _CHECKED) if white and not setup.long else 0,
             **options,
         )
 
     result = run.result
     assert result is not None
-    if long and "test_images" in result and ":" not in run.recipe.data:  # images of a folder are drawn, all at once
+    drawn = run.recipe.data.startswith(FOLDER)  # images of a folder, which are drawn all at once
+    if setup.long and "test_images" in result and not drawn:
         found = _in_parts(run, setup, min(images or result["test_images"], result["test_images"]), attack)
     else:
         found = attack(0, images)
-    run.add_attack({**found, "setup": setup["name"]})
+    run.add_attack({**found, "setup": setup.name})
     (run.folder / BEGUN).unlink(missing_ok=True)
 
 
-def _in_parts(
-    run: Run, setup: dict[str, Any], images: int, attack: Callable[[int, int], dict[str, Any]]
-) -> dict[str, Any]:
+def _in_parts(run: Run, setup: Setup, images: int, attack: Callable[[int, int], dict[str, Any]]) -> dict[str, Any]:
     """Return what an attack finds that may be stopped at any time: parts that are done are not attacked again."""
-    path, of = run.folder / BEGUN, {"setup": setup, "images": images, "part": _PART, "result": run.result}
+    path, of = run.folder / BEGUN, {"setup": asdict(setup), "images": images, "part": _PART, "result": run.result}
     begun = read_json(path) if path.is_file() else {}
     parts = begun["parts"] if {name: begun.get(name) for name in of} == of else []
     for first in range(len(parts) * _PART, images, _PART):
