@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -148,6 +149,25 @@ def test_a_step_finds_its_kernels_compiled(tmp_path):
     for kind, half, training, count, *missed in lines:
         assert not missed, (kind, half, training, missed)
         assert int(count) > 2
+
+
+def test_no_thread_ends_what_another_one_uses():
+    """Backward runs in a thread for each device: one may wait for all kernels while another one still names some."""
+    from dcnet.ops.fused.compilers import KernelCompilers
+
+    compilers = KernelCompilers(1)
+    with compilers.collecting() as can:
+        assert can
+        mode = compilers._mode
+        other = Thread(target=compilers.wait)
+        other.start()
+        other.join(0.5)
+        future = mode.executor.submit(lambda: None)  # raises after the end
+    other.join(10)
+    assert not other.is_alive()
+    future.exception(10)
+    with compilers.collecting():
+        assert compilers._mode is not mode
 
 
 # Arguments that are not constants of a kernel: sizes, of which Triton only knows whether 16 divides them

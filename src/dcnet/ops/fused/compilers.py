@@ -38,34 +38,35 @@ class KernelCompilers:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._mode: Any = None
-        self._lock = Lock()  # backward runs in threads of its own
+        self._lock, self._waiting = Lock(), Lock()  # backward runs in threads of its own, one for each device
 
     @contextmanager
     def collecting(self) -> Iterator[bool]:
         """Let kernels that are warmed up in this context compile in the background; yield whether that can be done."""
-        with self._lock:
+        with self._lock:  # to the end: `wait`, in another thread, must not end a mode that kernels are given to
             if self._mode is None:  # shared, so that a kernel for several layers is compiled once
                 self._mode = compiling_mode(_Loading(self.workers))
-            mode = self._mode
-        with compiling_on(mode) as can:
-            yield can
+            with compiling_on(self._mode) as can:
+                yield can
 
     def wait_for(self, kernels: Iterable[Any]) -> None:
         """Wait for kernels that were warmed up."""
-        with self._lock:
-            for kernel in kernels:
-                if hasattr(kernel, "future"):
-                    kernel.result(ignore_errors=True)
+        for kernel in kernels:
+            if hasattr(kernel, "future"):
+                kernel.result(ignore_errors=True)
 
     def wait(self) -> None:
         """Wait for all of them, and end the processes."""
         if self._mode is None:
             return
-        with self._lock:
-            mode, self._mode = self._mode, None
-            for kernel in [] if mode is None else mode.future_kernels.values():
+        with self._waiting:  # a second thread goes on when the kernels are there, too
+            mode = self._mode
+            if mode is None:
+                return
+            for kernel in list(mode.future_kernels.values()):
                 kernel.result(ignore_errors=True)
-        if mode is not None:
+            with self._lock:
+                self._mode = None
             mode.executor.shutdown(wait=False)
 
 
