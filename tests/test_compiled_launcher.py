@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from dcnet.ops.fused import native
 from dcnet.ops.fused.launcher import Changing, Launcher, Memory, Place
 from dcnet.ops.fused.native import Launches
-from dcnet.util.compat import build_c_module
+from dcnet.util.compat_triton import build_c_module
 
 NUMBER = ctypes.c_uint
 ENTRY = ctypes.CFUNCTYPE(

@@ -1087,8 +1087,15 @@ MUTANTS = [
     Mutant(
         "first use: no kernel compiled by processes",
         "ops/fused/compilers.py",
-        'known[1].backend != "cuda"',
-        'known[1].backend == "cuda"',
+        'wanted.target.backend != "cuda"',
+        'wanted.target.backend == "cuda"',
+        "test_compile_worker.py",
+    ),
+    Mutant(
+        "first use: processes started for kernels that are compiled already",
+        "ops/fused/compilers.py",
+        "if is_cached(wanted, cache_key(wanted)):",
+        "if False:",
         "test_compile_worker.py",
     ),
     Mutant(

@@ -1,15 +1,10 @@
-"""Every private name of PyTorch and Triton that this package uses, with the versions that have it.
+"""Every private name of PyTorch that this package uses, with the versions that have it.
 
-A release that drops one of them breaks only this file (`ops/fused/compile_worker.py` has one as well, since it works
-without PyTorch). Checked with torch 2.11 and 2.13, Triton 3.6 and 3.7.
+A release that drops one of them breaks only this file. Checked with torch 2.11 and 2.13. Triton's are in
+`compat_triton.py`.
 """
 
-import ast
-import ctypes
-import inspect
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -154,83 +149,6 @@ def raw_stream(x: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
 
 
-def direct_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the launch function of a compiled Triton kernel, and its arguments between the stream and the kernel's.
-
-    The three None are metadata and hooks for Triton's profiler.
-    """
-    return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-
-
-def launch_facts(compiled: Any) -> tuple[int, int, int, tuple[Any, ...]] | None:
-    """Return what a plain launch of a compiled Triton kernel needs: function, threads, shared memory, argument types.
-
-    The kernel takes the arguments whose type is not "constexpr", then two pointers to scratch memory. None where it
-    needs more: scratch memory, a cluster, a cooperative launch, or a device that is not NVIDIA's.
-    """
-    facts = compiled.metadata
-    needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-    if facts.target.backend != "cuda" or facts.num_ctas != 1 or any(getattr(facts, name, 0) for name in needs):
-        return None
-    return compiled.function, 32 * facts.num_warps, facts.shared, tuple(compiled.src.signature.values())
-
-
-@contextmanager
-def compiling_on(mode: Any) -> Iterator[bool]:
-    """Let the mode compile the Triton kernels that are warmed up in this context.
-
-    Yield whether that can be done: not inside another such context.
-    """
-    from triton.runtime._async_compile import active_mode
-
-    if active_mode.get() is not None:
-        yield False
-        return
-    token = active_mode.set(mode)
-    try:
-        yield True
-    finally:
-        active_mode.reset(token)
-
-
-def compiling_mode(executor: Executor) -> Any:
-    """Return a mode for `compiling_on` that compiles each kernel once; one that cannot be compiled raises later."""
-    from triton.runtime._async_compile import AsyncCompileMode
-
-    return AsyncCompileMode(executor, ignore_errors=True)
-
-
-def compiled_by(compile_kernel: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]] | None:
-    """Return what a function compiles that a mode was given: source, target and options; None if unknown.
-
-    It is a closure of `JITFunction._do_compile`, and names these three so.
-    """
-    known = inspect.getclosurevars(compile_kernel).nonlocals
-    if not {"src", "target", "options"} <= set(known):
-        return None
-    return known["src"], known["target"], dict(vars(known["options"]))
-
-
-def load_kernel(compiled: Any) -> None:
-    """Load a compiled Triton kernel on the current device, which would happen at its first launch otherwise."""
-    compiled._init_handles()
-
-
-def build_c_module(source: str, name: str) -> Any:
-    """Build a Python extension module from C, with the compiler that Triton uses, and keep it in Triton's cache."""
-    from triton.runtime.build import compile_module_from_src
-
-    return compile_module_from_src(source, name)
-
-
-def kernel_launch_address() -> int:
-    """Return the address of the CUDA driver's `cuLaunchKernel`."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    address = ctypes.cast(driver.cuLaunchKernel, ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
 # The key under which a node of Inductor's graphs stores its arguments in eager mode, which decide memory orders (2.11)
 EAGER_INPUTS = "eager_input_vals"
 
@@ -255,19 +173,3 @@ def rewrite_in_inductor(operator: Any, rewrite: Callable[[Any], None]) -> None:
     register_graph_pattern(CallFunctionVarArgs(operator), pass_dict=pass_patterns[0])(
         lambda match, *_, **__: rewrite(match.output_node())
     )
-
-
-def without_annotations(function: Any) -> Any:
-    """Return a Triton function with the annotations of its arguments dropped.
-
-    Triton's compiler looks up the names in annotations as if they were used in the code. The interpreter does not.
-    """
-    if not hasattr(function, "_unsafe_update_src"):
-        return function
-    tree = ast.parse(function.src)
-    definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    for argument in definition.args.args:
-        argument.annotation = None
-    function._unsafe_update_src(ast.unparse(tree))
-    return function

@@ -26,7 +26,7 @@ import torch
 import triton
 
 from dcnet.ops.fused.compile_worker import COMPILED, send
-from dcnet.util.compat import compiled_by, compiling_mode, compiling_on, load_kernel
+from dcnet.util.compat_triton import cache_key, compiled_by, compiling_mode, compiling_on, is_cached, load_kernel
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _IDLE = 10.0  # seconds; each process holds some 150 MB
@@ -163,13 +163,15 @@ def _started() -> "subprocess.Popen[bytes]":
 
 
 def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
-    """Return what `compile_worker.compile_job` needs; None for kernels that it cannot compile."""
-    known = compiled_by(compile_kernel)
-    if known is None or known[1].backend != "cuda" or triton.knobs.compilation.always_compile:
+    """Return what `compile_worker.compile_job` needs; None for kernels that it cannot compile, or that are compiled."""
+    wanted = compiled_by(compile_kernel)
+    if wanted is None or wanted.target.backend != "cuda" or triton.knobs.compilation.always_compile:
         return None
-    source, *rest = known
+    if is_cached(wanted, cache_key(wanted)):  # starting a process takes much longer than loading a kernel
+        return None
+    source = wanted.source
     file = io.BytesIO()
-    _Pickler(file).dump((source.fn, source.signature, source.constants, source.attrs, *rest))
+    _Pickler(file).dump((source.fn, source.signature, source.constants, source.attrs, wanted.target, wanted.options))
     return file.getvalue()
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dcnet.formulas import Choice
 from dcnet.ops.fused import triton_math, triton_math16
-from dcnet.util.compat import without_annotations
+from dcnet.util.compat_triton import without_annotations
 
 
 @cache

@@ -34,7 +34,7 @@ from dcnet.ops.fused.operands import (
 )
 from dcnet.ops.fused.plan import Plan
 from dcnet.util.cache import SWITCH, native_code
-from dcnet.util.compat import kernel_launch_address
+from dcnet.util.compat_triton import kernel_launch_address
 from dcnet.util.cpp import build_cpp_module
 
 _SOURCES = ("launch.h", "cpp/plan.h", "cpp/passes.h", "cpp/node.h", "cpp/graph.h", "cpp/module.cpp")

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcnet.util.compat import direct_launch, raw_stream
+from dcnet.util.compat import raw_stream
+from dcnet.util.compat_triton import direct_launch
 
 
 class Place(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from dcnet.ops.fused.launcher import Launcher, Memory
 from dcnet.util.cache import native_code
-from dcnet.util.compat import build_c_module, kernel_launch_address, launch_facts
+from dcnet.util.compat_triton import build_c_module, kernel_launch_address, launch_facts
 
 _MOST = 128  # parameters, as in launch.c
 # `struct` formats that pack an argument of each Triton type into eight bytes
