@@ -72,6 +72,23 @@ compiled("output", "energies", "evaluation")
 for name in ("output", "energies", "evaluation"):  # as in the next run of a program
     every[name].kernel.device_caches.clear()
 compiled("output", "energies", "evaluation")
+# torch.compile sets these two; Triton keeps the version of ptxas, once it has asked for it
+folder = pathlib.Path(os.environ["TRITON_CACHE_DIR"]).parent
+other, version = folder / "ptxas", "release 12.8, V12.8.0"
+lines = "#!/bin/sh", f'[ "$1" = --version ] && echo {version} && exit', f'exec {triton.knobs.nvidia.ptxas.path} "$@"'
+other.write_text("\\n".join(lines))
+other.chmod(0o755)
+os.environ |= {"TRITON_PTXAS_PATH": str(other), "TRITON_CACHE_DIR": str(folder / "cache of torch.compile")}
+compiled("product")
+
+def with_another_environment():
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    process = begin()
+    del os.environ["TRITON_DISABLE_LINE_INFO"]
+    return process
+
+compilers._started = with_another_environment
+compiled("windows")
 compilers._started = lambda: started.append(start()) or started[-1].send_signal(signal.SIGKILL) or started[-1]
 compiled("gradients alone")  # its process dies
 compilers._started = lambda: (_ for _ in ()).throw(OSError("no processes"))
@@ -111,9 +128,11 @@ def test_processes_compile(tmp_path, formula):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""
-    there, again, died, none, always, unknown = done.stdout.splitlines()
+    there, again, changed, differs, died, none, always, unknown = done.stdout.splitlines()
     assert there == "True True True True True True 2"  # done in a process, then found in the cache; by two of them
     assert again == "False False False True True True 0"  # found in the cache, without a process
+    assert changed == "True True 1"
+    assert differs == "False False 1"
     assert died == "False False 1"
     assert none == "False 0"
     assert always == unknown == "False False 0"
@@ -124,7 +143,7 @@ def test_the_script_imports_no_pytorch():
     code = """
 import sys
 from dcnet_worker import _prepare
-_prepare(sys.argv[1], "")
+_prepare(sys.argv[1])
 from dcnet.ops.fused.kernels import backward, depthwise, forward, norms, statistics
 assert "torch" not in sys.modules
 """

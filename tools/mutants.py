@@ -1094,8 +1094,22 @@ MUTANTS = [
     Mutant(
         "first use: processes started for kernels that are compiled already",
         "ops/fused/compilers.py",
-        "if is_cached(wanted, cache_key(wanted)):",
+        "if is_cached(wanted, key):",
         "if False:",
+        "test_compile_worker.py",
+    ),
+    Mutant(
+        "first use: processes ask for the version of another ptxas",
+        "ops/fused/compile_worker.py",
+        "compiler.get_cache_key = lambda *_, **__: key",
+        "pass",
+        "test_compile_worker.py",
+    ),
+    Mutant(
+        "first use: a kernel of another environment under the same key",
+        "ops/fused/compile_worker.py",
+        "get_cache_invalidating_env_vars()) != same:",
+        "same[3]) != same:",
         "test_compile_worker.py",
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """A process that compiles Triton kernels for another one, which finds them in Triton's cache on disk.
 
 It is run as a script, and imports of dcnet only the files with kernels: PyTorch takes longer to import than most
-kernels take to compile. From its standard input it reads pickles, each behind its length; first where the package and
-Triton's cache are, then jobs. For each job it writes a byte to its standard output: whether the kernel was compiled.
+kernels take to compile. From its standard input it reads, each behind its length, where the package is, and then jobs,
+which are pickles. For each job it writes a byte to its standard output: whether the kernel was compiled.
 """
 
 import io
@@ -32,12 +32,10 @@ def receive(file: IO[bytes]) -> bytes | None:
     return file.read(struct.unpack("<Q", head)[0]) if len(head) == 8 else None
 
 
-def _prepare(package: str, cache: str) -> None:
+def _prepare(package: str) -> None:
     """Let the files with kernels be imported without the packages around them, which import PyTorch."""
-    import triton
     import triton.language as tl
 
-    triton.knobs.cache.dir = cache
     for name in ("dcnet", "dcnet.ops", "dcnet.ops.fused", "dcnet.ops.fused.kernels"):
         module = sys.modules[name] = ModuleType(name)
         module.__path__ = [str(Path(package, *name.split(".")[1:]))]
@@ -69,12 +67,22 @@ class _Unpickler(pickle.Unpickler):
 
 
 def compile_job(job: IO[bytes]) -> None:
-    """Compile a job of `compilers.job_of`."""
-    import triton
-    from triton.compiler import ASTSource
+    """Compile a job of `compilers.job_of`.
 
-    function, signature, constants, attributes, target, options = _Unpickler(job).load()
+    The other process says under which key it will look for the kernel. To compute the key here would take longer than
+    to import Triton, whose files, 400 MB, are a part of it. So is the version of ptxas, which the other process may
+    have asked for before its environment named another one.
+    """
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import ASTSource, compiler
+
+    function, signature, constants, attributes, target, options, folder, key, same = _Unpickler(job).load()
     source = ASTSource(function, signature, constants, attributes)
+    if (triton.__file__, triton.__version__, source.hash(), get_cache_invalidating_env_vars()) != same:
+        raise ValueError("this process would compile something else")
+    triton.knobs.cache.dir = folder
+    compiler.get_cache_key = lambda *_, **__: key
     triton.compile(source, target=target, options=options)
 
 
@@ -85,7 +93,7 @@ def main() -> None:
     first = receive(jobs)
     if first is None:
         return
-    _prepare(*pickle.loads(first))
+    _prepare(os.fsdecode(first))
     while (job := receive(jobs)) is not None:
         try:
             compile_job(io.BytesIO(job))

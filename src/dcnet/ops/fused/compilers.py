@@ -157,8 +157,7 @@ def _started() -> "subprocess.Popen[bytes]":
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"},
     )
     assert process.stdin is not None
-    package = sys.modules["dcnet"].__path__[0]
-    send(process.stdin, pickle.dumps((package, triton.knobs.cache.dir)))
+    send(process.stdin, os.fsencode(sys.modules["dcnet"].__path__[0]))
     return process
 
 
@@ -167,11 +166,13 @@ def job_of(compile_kernel: Callable[[], Any]) -> bytes | None:
     wanted = compiled_by(compile_kernel)
     if wanted is None or wanted.target.backend != "cuda" or triton.knobs.compilation.always_compile:
         return None
-    if is_cached(wanted, cache_key(wanted)):  # starting a process takes much longer than loading a kernel
+    source, key = wanted.source, cache_key(wanted)
+    if is_cached(wanted, key):  # starting a process takes much longer than loading a kernel
         return None
-    source = wanted.source
+    same = triton.__file__, triton.__version__, source.hash(), wanted.environment
     file = io.BytesIO()
-    _Pickler(file).dump((source.fn, source.signature, source.constants, source.attrs, wanted.target, wanted.options))
+    what = source.fn, source.signature, source.constants, source.attrs, wanted.target, wanted.options
+    _Pickler(file).dump((*what, triton.knobs.cache.dir, key, same))
     return file.getvalue()
 
 
