@@ -8,10 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from dcnet.ops.fused import native
+from triton.runtime import driver as triton_driver
+
+from dcnet.ops.fused import launcher, native
 from dcnet.ops.fused.launcher import Changing, Launcher, Memory, Place
 from dcnet.ops.fused.native import Launches
-from dcnet.util.compat_triton import build_c_module
+from dcnet.util.compat_triton import build_c_module, load_kernel
 
 NUMBER = ctypes.c_uint
 ENTRY = ctypes.CFUNCTYPE(
@@ -52,6 +54,9 @@ class Kernel:
         self.compiled, self.arg_names, self.fn = compiled, list(compiled.src.signature), lambda: None
         self.launches = 0
 
+    def warmup(self, *arguments, grid, num_warps):
+        return self.compiled
+
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             self.launches += 1
@@ -66,6 +71,7 @@ def driver(monkeypatch):
     driver = Driver()
     module.use(ctypes.cast(driver.entry, ctypes.c_void_p).value)
     monkeypatch.setattr(native, "compiled_launcher", lambda: module.launch)
+    monkeypatch.setattr(launcher, "load_kernel", lambda compiled, with_launcher: None)
     return driver
 
 
@@ -84,9 +90,13 @@ def two_kernels(driver, **facts):
 def test_arguments(driver):
     kernels, launches = two_kernels(driver)
     tensors = (torch.zeros(4), torch.zeros(8))
-    launches(Memory(tensors), 0.5, 0.125)  # the first time, Triton launches
-    assert [kernel.launches for kernel in kernels] == [1, 1]
-    assert driver.launches == []
+    launches(Memory(tensors), 0.5, 0.125)
+    first, second = (tensor.data_ptr() for tensor in tensors)
+    assert driver.launches == [
+        (11, [5, 2, 1, 128, 1, 1, 96], None, [second + 8, -3, 2**40, 0.125, 0.25, 0, 0]),
+        (12, [7, 1, 1, 128, 1, 1, 96], None, [first, 0, 0]),
+    ]
+    driver.launches.clear()
     others = (torch.zeros(4), torch.zeros(8))
     memory = Memory(others)
     memory.stream = 77
@@ -96,15 +106,18 @@ def test_arguments(driver):
         (11, [5, 2, 1, 128, 1, 1, 96], 77, [second + 8, -3, 2**40, 0.75, 0.25, 0, 0]),
         (12, [7, 1, 1, 128, 1, 1, 96], 77, [first, 0, 0]),
     ]
-    assert [kernel.launches for kernel in kernels] == [1, 1]
+    assert [kernel.launches for kernel in kernels] == [0, 0]  # never by Triton, which would build a launcher
 
 
 def test_unaligned_memory_goes_through_triton(driver):
     kernels, launches = two_kernels(driver)
-    tensors = (torch.zeros(4), torch.zeros(8))
-    launches(Memory(tensors), 0.5, 0.125)
-    launches(Memory((torch.zeros(5)[1:], tensors[1])), 0.5, 0.125)
-    assert driver.launches == []
+    memory = Memory((torch.zeros(5)[1:], torch.zeros(8)))
+    launches(memory, 0.5, 0.125)
+    assert [kernel.launches for kernel in kernels] == [1, 1]
+    launches(Memory((torch.zeros(4), torch.zeros(8))), 0.5, 0.125)
+    assert len(driver.launches) == 2
+    launches(memory, 0.5, 0.125)
+    assert len(driver.launches) == 2
     assert [kernel.launches for kernel in kernels] == [2, 2]
 
 
@@ -118,7 +131,7 @@ def test_a_variant_that_needs_more_is_launched_from_python(driver, facts):
     for _ in range(3):
         launches(Memory(tensors), 0.5, 0.125)
     assert driver.launches == []
-    assert [len(kernel.compiled.runs) for kernel in kernels] == [2, 2]
+    assert [len(kernel.compiled.runs) for kernel in kernels] == [3, 3]
 
 
 def test_a_thread_without_a_context(driver):
@@ -154,11 +167,36 @@ def test_without_a_compiler(monkeypatch):
     finally:
         native.compiled_launcher.cache_clear()
     monkeypatch.setattr(native, "compiled_launcher", lambda: None)
+    monkeypatch.setattr(launcher, "load_kernel", lambda compiled, with_launcher: None)
     driver = Driver()
     kernels, launches = two_kernels(driver)
     for _ in range(3):
         launches(Memory((torch.zeros(4), torch.zeros(8))), 0.5, 0.125)
-    assert [len(kernel.compiled.runs) for kernel in kernels] == [2, 2]
+    assert [len(kernel.compiled.runs) for kernel in kernels] == [3, 3]
+
+
+@pytest.mark.parametrize("with_launcher", [False, True])
+def test_a_launcher_is_built_when_it_is_needed(monkeypatch, with_launcher):
+    """Triton 3.6 has a C compiler make it, which takes half as long as to compile the kernel."""
+    built, calls = [], []
+
+    def build(*made_of):
+        built.append(made_of)
+        return lambda *arguments: calls.append(arguments)
+
+    class Kernel:
+        def _init_handles(self):
+            self.run = triton_driver.active.launcher_cls("source", "metadata")
+
+    active = SimpleNamespace(launcher_cls=build)
+    monkeypatch.setattr(triton_driver, "_active", active)
+    kernel = Kernel()
+    load_kernel(kernel, with_launcher)
+    assert len(built) == with_launcher
+    assert active.launcher_cls is build
+    for number in (1, 2):
+        kernel.run(number)
+    assert (built, calls) == ([("source", "metadata")], [(1,), (2,)])
 
 
 def test_a_triton_that_describes_kernels_in_another_way(driver):
@@ -170,4 +208,4 @@ def test_a_triton_that_describes_kernels_in_another_way(driver):
         launches(memory, 0.5, 0.125)
     launches(memory, 0.5, 0.125)
     assert driver.launches == []
-    assert [len(kernel.compiled.runs) for kernel in kernels] == [1, 1]
+    assert [len(kernel.compiled.runs) for kernel in kernels] == [2, 2]

@@ -40,13 +40,10 @@ def note(src, **options):
     (missed if launching else compiled).append(src.fn.fn.__name__)
     return Variant()
 
-def ask_triton(self, memory, values):
+def ask_triton(self, memory, floats):
     global launching
-    for i, slot, offset in self.places:
-        tensor = memory.tensors[slot]
-        values[i] = tensor.view(-1)[offset // 4 :] if offset else tensor
     launching = True
-    self.kernel.warmup(*values, grid=self.grid, num_warps=self.warps)
+    self.kernel.warmup(*self._operands(memory, floats), grid=self.grid, num_warps=self.warps)
     launching = False
 
 def for_a_gpu(*arguments, jit=formulas.jit):
@@ -58,6 +55,7 @@ def for_a_gpu(*arguments, jit=formulas.jit):
 
 triton.compiler.compile = note
 compilers.Processes.compile = lambda self, compile_kernel: False
+launcher.Launcher.choose = lambda self, memory, floats: None
 launcher.Launcher._ask_triton = ask_triton
 launcher.raw_stream = lambda x: 0
 native.compiled_launcher = first_use.compiled_launcher = lambda: None

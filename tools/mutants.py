@@ -1099,6 +1099,20 @@ MUTANTS = [
         "test_compile_worker.py",
     ),
     Mutant(
+        "first use: a launcher built for every kernel",
+        "util/compat_triton.py",
+        "active.launcher_cls = partial(_Launcher, build)",
+        "pass",
+        "test_compiled_launcher.py",
+    ),
+    Mutant(
+        "launcher: Triton launches the first time",
+        "ops/fused/native.py",
+        "            launcher.choose(memory, floats)\n",
+        "            pass\n",
+        "test_compiled_launcher.py",
+    ),
+    Mutant(
         "first use: processes ask for the version of another ptxas",
         "ops/fused/compile_worker.py",
         "compiler.get_cache_key = lambda *_, **__: key",

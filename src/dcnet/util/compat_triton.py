@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from functools import cache, partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 
@@ -99,9 +101,37 @@ def is_cached(wanted: Compilation, key: str) -> bool:
     return found is not None and file in found
 
 
-def load_kernel(compiled: Any) -> None:
-    """Load a compiled Triton kernel on the current device, which would happen at its first launch otherwise."""
-    compiled._init_handles()
+_LOADING = Lock()
+
+
+class _Launcher:
+    """A launcher that is built when it is first called."""
+
+    def __init__(self, build: Callable[..., Any], *made_of: Any) -> None:
+        self._build = cache(lambda: build(*made_of))
+
+    def __call__(self, *arguments: Any) -> None:
+        self._build()(*arguments)
+
+
+def load_kernel(compiled: Any, with_launcher: bool) -> None:
+    """Load a compiled Triton kernel on the current device, which would happen at its first launch otherwise.
+
+    with_launcher: build what Triton launches it with at once; else when Triton launches it, if ever. Triton 3.6 has a C
+    compiler make that, which takes half as long as to compile the kernel.
+    """
+    from triton.runtime import driver
+
+    if with_launcher:
+        compiled._init_handles()
+        return
+    with _LOADING:  # a kernel that others load meanwhile may get such a launcher too, which does what theirs would
+        active, build = driver.active, driver.active.launcher_cls
+        active.launcher_cls = partial(_Launcher, build)
+        try:
+            compiled._init_handles()
+        finally:
+            active.launcher_cls = build
 
 
 def build_c_module(source: str, name: str) -> Any:

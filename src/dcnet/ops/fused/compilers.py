@@ -26,6 +26,7 @@ import torch
 import triton
 
 from dcnet.ops.fused.compile_worker import COMPILED, send
+from dcnet.util.cache import native_code
 from dcnet.util.compat_triton import cache_key, compiled_by, compiling_mode, compiling_on, is_cached, load_kernel
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
@@ -86,7 +87,7 @@ class _Loading(ThreadPoolExecutor):
             kernel = compile_kernel()
             if device is not None:
                 with torch.cuda.device(device):
-                    load_kernel(kernel)
+                    load_kernel(kernel, with_launcher=not native_code())
             return kernel
 
         return super().submit(compile_and_load)

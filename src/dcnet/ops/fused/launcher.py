@@ -2,9 +2,9 @@
 
 Triton finds the variant by looking at every argument, which takes longer than most of our kernels do. The variant
 depends on few things: dtypes, sizes, flags, and whether pointers are aligned. A launcher fixes all arguments but the
-memory and a few floats, which do not change the variant; from the second launch on it runs the variant directly. Its
-tensors must have the same dtypes, on the same device, at every launch. Plans keep the launchers, and there is a plan
-for each combination of dtypes and device.
+memory and a few floats, which do not change the variant; once Triton has chosen it, it is run directly. Its tensors
+must have the same dtypes, on the same device, at every launch. Plans keep the launchers, and there is a plan for each
+combination of dtypes and device.
 
 An allocation costs as much as a launch. So the many small float32 buffers of a call are regions of a few tensors, and
 a pointer argument of a kernel is a `Place`: a tensor of the call, and an offset in it.
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcnet.util.cache import native_code
 from dcnet.util.compat import raw_stream
-from dcnet.util.compat_triton import direct_launch
+from dcnet.util.compat_triton import direct_launch, load_kernel
 
 
 class Place(NamedTuple):
@@ -82,32 +83,55 @@ class Launcher:
 
     def __call__(self, memory: Memory, *floats: float) -> None:
         """Run the kernel on the memory's stream."""
-        values = self.values.copy()
-        for i, number in self.changing:
-            values[i] = floats[number]
         if self.variant is None or not memory.aligned:
-            self._ask_triton(memory, values)
+            self._ask_triton(memory, floats)
             return
-        at = memory.addresses
+        values, at = self._values(floats), memory.addresses
         for i, slot, offset in self.places:
             values[i] = at[slot] + offset
         self.variant(*self.grid, memory.stream, *self.before, *values)
 
+    def choose(self, memory: Memory, floats: Sequence[float]) -> None:
+        """Let Triton choose the variant for aligned memory, and load it, without running it.
+
+        Triton's interpreter has no variants.
+        """
+        if self.variant is not None or not memory.aligned:
+            return
+        compiled = self.kernel.warmup(*self._operands(memory, floats), grid=self.grid, num_warps=self.warps)
+        if hasattr(compiled, "future"):  # Triton 3.7, of a kernel that nobody has waited for
+            compiled = compiled.result()
+        if compiled is not None:
+            load_kernel(compiled, with_launcher=not native_code())
+            self._keep(compiled)
+
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> Any:
         """Compile the variant for aligned tensors of these dtypes, by slot, without running it; return it."""
-        values = self.values.copy()
-        for i, _ in self.changing:
-            values[i] = 0.5
+        values = self._values([0.5] * len(self.values))
         for i, slot, _ in self.places:
             values[i] = dtypes[slot]
         return self.kernel.warmup(*values, grid=self.grid, num_warps=self.warps)
 
-    def _ask_triton(self, memory: Memory, values: list[Any]) -> None:
+    def _values(self, floats: Sequence[float]) -> list[Any]:
+        values = self.values.copy()
+        for i, number in self.changing:
+            values[i] = floats[number]
+        return values
+
+    def _operands(self, memory: Memory, floats: Sequence[float]) -> list[Any]:
+        """Return the arguments as Triton takes them."""
+        values = self._values(floats)
         for i, slot, offset in self.places:
             tensor = memory.tensors[slot]
             assert tensor is not None, f"{self.kernel.fn.__name__}: {self.kernel.arg_names[i]} is not there"
             values[i] = tensor.view(-1)[offset // 4 :] if offset else tensor
-        compiled = self.kernel[self.grid](*values, num_warps=self.warps)
+        return values
+
+    def _ask_triton(self, memory: Memory, floats: Sequence[float]) -> None:
+        compiled = self.kernel[self.grid](*self._operands(memory, floats), num_warps=self.warps)
         if compiled is not None and memory.aligned:  # None in the interpreter
-            self.compiled = compiled
-            self.variant, self.before = direct_launch(compiled)
+            self._keep(compiled)
+
+    def _keep(self, compiled: Any) -> None:
+        self.compiled = compiled
+        self.variant, self.before = direct_launch(compiled)

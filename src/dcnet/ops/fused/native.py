@@ -96,7 +96,10 @@ def _flat(values: Sequence[Any], types: Sequence[Any]) -> Iterator[tuple[int, An
 
 
 class Launches:
-    """Kernels that run one after the other. From the second time on, one call of the compiled launcher runs them."""
+    """Kernels that run one after the other, with one call of the compiled launcher.
+
+    Also the first time: Triton would need a launcher of its own for each kernel, which 3.6 has a C compiler make.
+    """
 
     __slots__ = ("launchers", "packed")
 
@@ -106,11 +109,17 @@ class Launches:
 
     def __call__(self, memory: Memory, *floats: float) -> None:
         """Run the kernels on the memory's stream."""
+        if self.packed is None:
+            self._pack(memory, floats)
         packed = self.packed
         if packed and memory.aligned and compiled_launcher()(packed, memory.addresses, memory.stream, floats):
             return
         for launcher in self.launchers:
             launcher(memory, *floats)
-        if packed is None and self.launchers and all(launcher.variant is not None for launcher in self.launchers):
+
+    def _pack(self, memory: Memory, floats: Sequence[float]) -> None:
+        for launcher in self.launchers:
+            launcher.choose(memory, floats)
+        if self.launchers and all(launcher.variant is not None for launcher in self.launchers):
             can = compiled_launcher() is not None
             self.packed = (pack(self.launchers) if can else None) or b""
