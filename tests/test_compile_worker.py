@@ -32,12 +32,13 @@ else:
     import own
 sys.path.append(pathlib.Path("folder"))
 
-found, done, started = [], [], []
+found, done, started, groups = [], [], [], []
 triton.knobs.compilation.listener = lambda cache_hit, **_: found.append(cache_hit)
 start, compile_there = compilers._started, compilers.Processes.compile
 
 def begin():
     started.append(start())
+    groups.append(os.getpgid(started[-1].pid))
     return started[-1]
 
 def note(self, kernel):
@@ -64,6 +65,7 @@ def compiled(*names):
         assert time.monotonic() < until
         time.sleep(0.02)
     os.kill(child, signal.SIGKILL)
+    assert all(group != os.getpgid(0) for group in groups)  # which Ctrl-C ends
     print(*done, *found, len(started))
     for each in (done, found, started):
         each.clear()
@@ -93,7 +95,9 @@ compilers._started = lambda: started.append(start()) or started[-1].send_signal(
 compiled("gradients alone")  # its process dies
 compilers._started = lambda: (_ for _ in ()).throw(OSError("no processes"))
 compiled("gradient of x")
-compilers._started = begin
+compilers._started, compilers._SCRIPT, compilers._LONGEST = begin, folder / "hangs.py", 0.5
+compilers._SCRIPT.write_text("import time; time.sleep(1000)")
+compiled("reduce")
 triton.knobs.compilation.always_compile = True
 compiled("activated")
 triton.knobs.compilation.always_compile = False
@@ -128,14 +132,24 @@ def test_processes_compile(tmp_path, formula):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""
-    there, again, changed, differs, died, none, always, unknown = done.stdout.splitlines()
+    there, again, changed, differs, died, none, hangs, always, unknown = done.stdout.splitlines()
     assert there == "True True True True True True 2"  # done in a process, then found in the cache; by two of them
     assert again == "False False False True True True 0"  # found in the cache, without a process
     assert changed == "True True 1"
     assert differs == "False False 1"
     assert died == "False False 1"
     assert none == "False 0"
+    assert hangs == "False False 1"
     assert always == unknown == "False False 0"
+
+
+def test_as_many_processes_as_there_are_processors(monkeypatch):
+    from dcnet.ops.fused.compilers import most_processes
+
+    for processors, ranks, expected in ((16, "", 8), (3, "1", 3), (16, "8", 2), (2, "8", 1), (2, "?", 2), (4, "0", 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=processors: set(range(count)), raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert most_processes() == expected
 
 
 def test_the_script_imports_no_pytorch():

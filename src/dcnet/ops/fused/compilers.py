@@ -31,6 +31,14 @@ from dcnet.util.compat_triton import cache_key, compiled_by, compiling_mode, com
 
 _SCRIPT = Path(__file__).with_name("compile_worker.py")
 _IDLE = 10.0  # seconds; each process holds some 150 MB
+_LONGEST = 120.0  # seconds for a kernel, which takes less than one
+
+
+def most_processes() -> int:
+    """Return how many processes may compile: no layer has more than eight new kernels, and ranks share processors."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
+    return max(1, min(8, processors // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
 
 class KernelCompilers:
@@ -116,9 +124,13 @@ class Processes:
         assert process.stdin is not None
         assert process.stdout is not None
         answer = b""
+        watch = Timer(_LONGEST, process.kill)
+        watch.daemon = True
+        watch.start()
         with suppress(OSError):
             send(process.stdin, job)
             answer = process.stdout.read(1)
+        watch.cancel()
         if answer:
             self._free.put(process)
             self.end_in(_IDLE)
@@ -155,6 +167,7 @@ def _started() -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C is not for it: its kernels would be compiled here, while this program wants to end
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"},
     )
     assert process.stdin is not None

@@ -4,13 +4,12 @@ A new kind of layer needs up to eight variants. Compiled one after the other, th
 backward compile while forward goes on to the next layers.
 """
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcnet.ops.fused.compilers import KernelCompilers
+from dcnet.ops.fused.compilers import KernelCompilers, most_processes
 from dcnet.ops.fused.native import Launches, compiled_launcher
 from dcnet.ops.fused.operands import BACKWARD, FORWARD, Effects, Operands, tracking, wanted_output
 from dcnet.ops.fused.plan import Backward, Plan
@@ -18,7 +17,7 @@ from dcnet.ops.fused.plan import Backward, Plan
 # slots with the dtype of x, and with that of the weight
 _MAPS = ("x", "residual", "unit", "dot", "out", "e", "e_more", "grad_d", "behind", "grad_x", "grad_unit")
 _KERNELS = ("weight", "grad_weight")
-COMPILERS = KernelCompilers(min(8, os.cpu_count() or 1))  # no layer has more new kernels than that
+COMPILERS = KernelCompilers(most_processes())
 Passes = list[tuple[tuple[str, ...], Launches]]  # each with the names of its slots
 
 
