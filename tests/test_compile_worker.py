@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from queue import SimpleQueue
+from threading import current_thread
 
 import pytest
 
@@ -141,6 +143,20 @@ def test_processes_compile(tmp_path, formula):
     assert none == "False 0"
     assert hangs == "False False 1"
     assert always == unknown == "False False 0"
+
+
+def test_triton_is_hashed_once_in_the_background(monkeypatch):
+    from triton.runtime import cache
+
+    from dcnet.util.compat_triton import hash_triton
+
+    threads = SimpleQueue()
+    monkeypatch.setattr(cache, "triton_key", lambda: threads.put(current_thread()))
+    hash_triton.cache_clear()
+    for _ in range(2):
+        hash_triton()
+    assert threads.get(timeout=10) is not current_thread()
+    assert threads.empty()
 
 
 def test_as_many_processes_as_there_are_processors(monkeypatch):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import cache, partial
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 
@@ -80,6 +80,14 @@ def compiled_by(compile_kernel: Callable[[], Any]) -> Compilation | None:
     if not {"src", "target", "options", "env_vars"} <= set(known):
         return None
     return Compilation(known["src"], known["target"], dict(vars(known["options"])), known["env_vars"])
+
+
+@cache
+def hash_triton() -> None:
+    """Start to hash Triton's files, 400 MB, in the background, which the key of the first kernel waits for."""
+    from triton.runtime import cache as of_triton
+
+    Thread(target=getattr(of_triton, "triton_key", None), name="dcnet: Triton's hash", daemon=True).start()
 
 
 def cache_key(wanted: Compilation) -> str:

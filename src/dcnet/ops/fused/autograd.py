@@ -21,6 +21,7 @@ from dcnet.ops.fused.op import forward
 from dcnet.ops.fused.operands import Effects, Operands, Options, Results, for_backward, wanted_output
 from dcnet.ops.fused.plan import Plan, plan_of
 from dcnet.util.compat import unprepared_apply, wanted_gradients
+from dcnet.util.compat_triton import hash_triton
 
 
 class _Decoupled(torch.autograd.Function):
@@ -59,6 +60,8 @@ def decoupled(operands: Operands, options: Options, effects: Effects) -> Results
     if elsewhere(x):
         with torch.cuda.device(x.device):
             return decoupled(operands, options, effects)
+    if x.is_cuda:
+        hash_triton()
     with torch.no_grad():  # a new plan runs a trial convolution, which autograd must not record
         plan = plan_of(operands, options)
     residual = operands.residual
