@@ -175,8 +175,11 @@ def test_without_a_compiler(monkeypatch):
     assert [len(kernel.compiled.runs) for kernel in kernels] == [3, 3]
 
 
-@pytest.mark.parametrize("with_launcher", [False, True])
-def test_a_launcher_is_built_when_it_is_needed(monkeypatch, with_launcher):
+@pytest.mark.parametrize(
+    ("with_launcher", "facts"),
+    [(False, {}), (True, {}), (False, {"num_ctas": 2}), (False, {"target": SimpleNamespace(backend="hip")})],
+)
+def test_a_launcher_is_built_when_it_is_needed(monkeypatch, with_launcher, facts):
     """Triton 3.6 has a C compiler make it, which takes half as long as to compile the kernel."""
     built, calls = [], []
 
@@ -184,15 +187,15 @@ def test_a_launcher_is_built_when_it_is_needed(monkeypatch, with_launcher):
         built.append(made_of)
         return lambda *arguments: calls.append(arguments)
 
-    class Kernel:
+    class Kernel(Compiled):
         def _init_handles(self):
             self.run = triton_driver.active.launcher_cls("source", "metadata")
 
     active = SimpleNamespace(launcher_cls=build)
     monkeypatch.setattr(triton_driver, "_active", active)
-    kernel = Kernel()
+    kernel = Kernel(11, SIGNATURE, **facts)
     load_kernel(kernel, with_launcher)
-    assert len(built) == with_launcher
+    assert len(built) == (with_launcher or bool(facts))
     assert active.launcher_cls is build
     for number in (1, 2):
         kernel.run(number)

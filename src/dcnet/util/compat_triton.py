@@ -10,7 +10,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from threading import Lock, Thread
 from typing import Any, NamedTuple
@@ -125,12 +125,15 @@ class _Launcher:
 def load_kernel(compiled: Any, with_launcher: bool) -> None:
     """Load a compiled Triton kernel on the current device, which would happen at its first launch otherwise.
 
-    with_launcher: build what Triton launches it with at once; else when Triton launches it, if ever. Triton 3.6 has a C
-    compiler make that, which takes half as long as to compile the kernel.
+    with_launcher: build at once what Triton launches it with; else, where a plain launch is enough, only when Triton is
+    to launch it. Triton 3.6 has a C compiler make it, which takes half as long as to compile the kernel.
     """
     from triton.runtime import driver
 
-    if with_launcher:
+    plain = False
+    with suppress(AttributeError):  # a Triton that describes kernels in another way
+        plain = launch_facts(compiled) is not None
+    if with_launcher or not plain:
         compiled._init_handles()
         return
     with _LOADING:  # a kernel that others load meanwhile may get such a launcher too, which does what theirs would
