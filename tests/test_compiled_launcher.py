@@ -175,6 +175,18 @@ def test_without_a_compiler(monkeypatch):
     assert [len(kernel.compiled.runs) for kernel in kernels] == [3, 3]
 
 
+class Built:
+    """What Triton launches with."""
+
+    global_scratch_size = 8
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
 @pytest.mark.parametrize(
     ("with_launcher", "facts"),
     [(False, {}), (True, {}), (False, {"num_ctas": 2}), (False, {"target": SimpleNamespace(backend="hip")})],
@@ -185,7 +197,7 @@ def test_a_launcher_is_built_when_it_is_needed(monkeypatch, with_launcher, facts
 
     def build(*made_of):
         built.append(made_of)
-        return lambda *arguments: calls.append(arguments)
+        return Built(calls)
 
     class Kernel(Compiled):
         def _init_handles(self):
@@ -200,6 +212,7 @@ def test_a_launcher_is_built_when_it_is_needed(monkeypatch, with_launcher, facts
     for number in (1, 2):
         kernel.run(number)
     assert (built, calls) == ([("source", "metadata")], [(1,), (2,)])
+    assert kernel.run.global_scratch_size == 8
 
 
 def test_a_triton_that_describes_kernels_in_another_way(driver):

@@ -121,6 +121,9 @@ class _Launcher:
     def __call__(self, *arguments: Any) -> None:
         self._build()(*arguments)
 
+    def __getattr__(self, name: str) -> Any:  # Inductor looks at launchers
+        return getattr(self._build(), name)
+
 
 def load_kernel(compiled: Any, with_launcher: bool) -> None:
     """Load a compiled Triton kernel on the current device, which would happen at its first launch otherwise.
