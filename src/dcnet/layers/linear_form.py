@@ -76,8 +76,8 @@ def _fixed(layer: Any, norms: Tensor, dot: Tensor, w_norm: Tensor) -> tuple[Tens
     factor = operator.kernel_factor(w_norm, per_kernel(rho), learned)
     if factor is not None:
         h = factor * h
-    g, slope, *_ = operator.angular(raw.clamp(-1.0, 1.0), learned=learned)
-    at_right_angle = operator.angular(raw.new_zeros(()), learned=learned)[0]
+    g, slope, *_ = operator.angle(raw.clamp(-1.0, 1.0), learned)
+    at_right_angle = operator.angle(raw.new_zeros(()), learned)[0]
     orthogonal = raw == 0.0
     # the slope is the limit of (g(c) − g(0))/c, so that an explanation does not jump near a right angle
     relative = torch.where(orthogonal, slope, (g - at_right_angle) / torch.where(orthogonal, 1.0, raw))

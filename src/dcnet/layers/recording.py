@@ -102,7 +102,7 @@ def record_epilogue(
         if operator.angular.formula.function not in _BEYOND_ONE:
             c = c.clamp(-1.0, 1.0)
         h = operator.patch_magnitude(norm if gain is None else norm * gain, radius, learned)[0]
-        return operator.angular(c, None, learned)[0] * h
+        return operator.angle(c, learned)[0] * h
 
     def by_inverse(dot: Any, i: Any) -> Any:
         magnitude, rho = operator.magnitude, vectors.radius

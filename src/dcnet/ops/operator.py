@@ -14,6 +14,8 @@ from dcnet.formulas.magnitudes import linear
 from dcnet.util.suggest import nearest
 
 WEIGHTINGS = (None, "linear", "joint", "separate")
+# torch.compile of PyTorch 2.11 cannot trace a call of an object that was made while it traces, but a function it can
+_at = Choice.__call__
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Operator:
 
     def magnitude_one(self, norm: Any, rho: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return h₁, the magnitude with α = 1 (if it has an α), and its slopes."""
-        return self.magnitude(norm, rho, learned, **dict(self.alpha_one))
+        return _at(self.magnitude, norm, rho, learned, **dict(self.alpha_one))
 
     @property
     def alpha_one(self) -> tuple[tuple[str, float], ...]:
@@ -82,15 +84,19 @@ class Operator:
         return (
             self.magnitude_one(norm, rho, learned)
             if self.weighting == "separate"
-            else self.magnitude(norm, rho, learned)
+            else _at(self.magnitude, norm, rho, learned)
         )
+
+    def angle(self, c: Any, learned: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return g(cos θ), and its slopes."""
+        return _at(self.angular, c, None, learned)
 
     def parts(self, c: Any, n: Any, gain: Any, radius: Any, *learned: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return h(t·‖x‖) and g(cos θ), each with its slopes; gain is t, None for 1; learned as in `self.learned`."""
         values = dict(zip(self.learned, learned, strict=True))
         of_h = {name: values[name] for name in self.magnitude.learned}
         of_g = {name: values[name] for name in self.angular.learned}
-        return self.patch_magnitude(n if gain is None else n * gain, radius, of_h), self.angular(c, None, of_g)
+        return self.patch_magnitude(n if gain is None else n * gain, radius, of_h), self.angle(c, of_g)
 
     def value(self, c: Any, n: Any, factor: Any, gain: Any, radius: Any, bias: Any, *learned: Any) -> Any:
         """Return s·h(t·‖x‖)·g(cos θ) + b in the compute dtype; s is the factor, t the gain, None for 1."""

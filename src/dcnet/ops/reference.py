@@ -43,7 +43,7 @@ def decouple(inputs: Inputs) -> Tensor:
     factor = operator.kernel_factor(per_kernel(w_norm), None if rho is None else per_kernel(rho), learned)
     if factor is not None:
         h = factor * h
-    out = h * operator.angular(c, learned=learned)[0]
+    out = h * operator.angle(c, learned)[0]
     if inputs.bias is not None:
         out = out + per_kernel(inputs.bias)
     return out.to(dot.dtype).flatten(1, 2)
