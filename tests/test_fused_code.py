@@ -657,6 +657,32 @@ def test_parametrized_kernels_are_computed_once(radius):
     assert len(computed) == len(convs) == 7
 
 
+def test_parametrized_kernels_before_a_leaky_relu_are_computed_once():
+    """Nor is the dtype of the slope, also where the norm has neither averages nor parameters to take it from."""
+    computed = []
+
+    class Watched(nn.Module):
+        def forward(self, weight):
+            computed.append(weight)
+            return weight
+
+    def make(affine, tracks):
+        return nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, 1e-5, 0.1, affine, tracks), nn.LeakyReLU(0.2))
+
+    for affine, tracks in ((True, True), (True, False), (False, False)):
+        reference = make(affine, tracks).to(DEVICE)
+        dcnet.decouple_(reference, "tanh", fuse=False)
+        net = copy.deepcopy(reference)
+        assert fuse_(net).fused == {"0": ["1", "2"]}
+        for model in (net, reference):
+            for module in [model[0], *[model[1]] * affine]:
+                nn.utils.parametrize.register_parametrization(module, "weight", Watched())
+        assert_same(net, reference)
+        computed.clear()
+        net(torch.randn(2, 8, 5, 5, device=DEVICE))
+        assert len(computed) == 1 + affine
+
+
 class Pooled(nn.Module):
     def __init__(self):
         super().__init__()

@@ -168,6 +168,24 @@ def test_parametrized_kernels():
     assert len(exempt["params"]) == 3
 
 
+@pytest.mark.parametrize("penalty", [dcnet.orthogonal_penalty, dcnet.orthonormal_penalty])
+def test_penalties_compute_parametrized_kernels_once(penalty):
+    """spectral_norm moves by a step whenever they are."""
+    computed = []
+
+    class Watched(nn.Module):
+        def forward(self, weight):
+            computed.append(weight)
+            return weight
+
+    layer = dcnet.DecoupledConv2d(3, 4, 3)
+    wanted = penalty(layer)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Watched())
+    computed.clear()
+    assert torch.equal(penalty(layer), wanted)
+    assert len(computed) == 1
+
+
 def test_weighting_twice_is_refused():
     layer = dcnet.DecoupledConv2d(3, 4, 3)
     handle = dcnet.weight_gradients_(layer)

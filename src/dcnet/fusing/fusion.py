@@ -175,8 +175,10 @@ class Fusion:
     def as_tensor(self, slope: float) -> Tensor:
         """Return the slope of a LeakyReLU as a tensor, as PReLU has it."""
         norm: Any = None if self.norm is None else self.norm.module
-        candidates = [] if norm is None else [norm.running_mean, norm.weight]
-        like: Any = next(one for one in (*candidates, self.conv.module.weight) if one is not None)
+        like = None if norm is None else norm.running_mean
+        if like is None:  # parameters, not `weight`, which a parametrization would compute again
+            modules = [self.conv.module] if norm is None else [norm, self.conv.module]
+            like = next(parameter for module in modules for parameter in module.parameters())
         return torch.full((1,), float(slope), dtype=like.dtype, device=like.device)
 
     def hands_norm_through(self, x: Tensor) -> bool:

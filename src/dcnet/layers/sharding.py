@@ -16,8 +16,8 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def check_shape(name: str, layer: Decoupled) -> None:
-    """Raise if FSDP1 has flattened the kernels of a layer, so that only this rank's part is left."""
+def check_shape(name: str, layer: Decoupled) -> Tensor:
+    """Return the kernels of a layer; raise if FSDP1 has flattened them, so that only this rank's part is left."""
     weight, kernels = layer.weight, layer._kernels_and_groups()[0]
     if weight.dim() < 2 or weight.shape[0] != kernels:
         raise ValueError(
@@ -26,6 +26,7 @@ def check_shape(name: str, layer: Decoupled) -> None:
             "FullyShardedDataParallel has flattened them. Use torch.distributed.fsdp.fully_shard instead, or "
             "FullyShardedDataParallel.summon_full_params around this call",
         )
+    return weight
 
 
 def whole_kernels(name: str, layer: Decoupled) -> Tensor:
@@ -33,12 +34,8 @@ def whole_kernels(name: str, layer: Decoupled) -> Tensor:
 
     It assumes that their gradient is the same on every rank, as that of a penalty is.
     """
-    weight: Any = layer.weight
-    if is_sharded(weight):
-        whole: Tensor = weight.full_tensor()
-        return whole
-    check_shape(name, layer)
-    return layer.weight
+    weight: Any = check_shape(name, layer)  # read once: a parametrization computes a new one at every access
+    return weight.full_tensor() if is_sharded(weight) else weight  # type: ignore[no-any-return]
 
 
 def modules_of_fsdp(model: nn.Module, kind: str) -> list[Any]:
