@@ -112,6 +112,8 @@ def test_every_operator_is_its_kernel_times_a_fixed_factor(magnitude, angular, w
         (dcnet.DecoupledConv1d, (2, 4, 9), {"stride": 2, "padding": 2, "dilation": 2, "groups": 2}),
         (dcnet.DecoupledConv2d, (2, 4, 7, 6), {"padding": "same", "padding_mode": "reflect"}),
         (dcnet.DecoupledConv2d, (2, 4, 7, 6), {"padding": 1, "padding_mode": "circular", "groups": 4}),
+        (dcnet.DecoupledConv2d, (4, 7, 6), {"padding": "same", "padding_mode": "circular", "dilation": (2, 3)}),
+        (dcnet.DecoupledConv1d, (2, 4, 9), {"padding": 9, "padding_mode": "circular", "stride": 2}),
         (dcnet.DecoupledConv2d, (4, 7, 6), {"stride": (2, 1), "padding": (0, 2), "groups": 2}),
         (dcnet.DecoupledConv3d, (2, 4, 4, 5, 4), {"padding": 1, "padding_mode": "replicate"}),
     ],
@@ -194,6 +196,19 @@ def small(magnitude, angular, norm, bias):
 @pytest.mark.parametrize(("magnitude", "angular"), [o[:2] for o in OPERATORS if o[2] is None])
 def test_contributions_add_up(magnitude, angular, norm, bias):
     check(stirred(small(magnitude, angular, norm, bias)), images(3, 3, 8, 8))
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
+def test_every_padding_mode(padding_mode):
+    model = nn.Sequential(
+        dcnet.DecoupledConv2d(3, 6, 3, padding=(1, 2), bias=True, padding_mode=padding_mode),
+        nn.ReLU(),
+        dcnet.DecoupledConv2d(6, 6, 3, padding="same", groups=3, padding_mode=padding_mode, magnitude="ball"),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+    )
+    check(stirred(model), images(2, 3, 7, 6))
 
 
 def test_without_constants_pixels_are_the_whole_logit():

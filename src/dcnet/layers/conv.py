@@ -1,6 +1,7 @@
 """Decoupled convolutions: `nn.Conv1d/2d/3d` with the inner product replaced, and their lazy forms."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from dcnet.layers import documentation
 from dcnet.layers.decoupled import Decoupled
 from dcnet.layers.options import Device, LayerOptions, Options, Spec
-from dcnet.ops import EPS, Geometry, known_geometry, make_geometry, patch_norm
+from dcnet.ops import EPS, Geometry, convolve, known_geometry, make_geometry, patch_norm
 from dcnet.util.compat import LazyConvXdMixin
 
 Size = int | tuple[int, ...]  # one for all dimensions, or one for each
@@ -68,7 +69,14 @@ class _DecoupledConv(Decoupled):
         return make(*shape, self.groups, self.padding_mode, len(self.kernel_size))
 
     def _plain(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return self._conv_forward(x, kernel, None)
+        if self.padding_mode != "circular":
+            return self._conv_forward(x, kernel, None)
+        # F.pad writes copies into a tensor, and autograd's record of that does not say that it is linear
+        geometry = self._geometry()
+        for dim, (before, after) in enumerate(geometry.padding, x.dim() - geometry.dims):
+            size = x.shape[dim]
+            x = torch.cat([x.narrow(dim, size - before, before), x, x.narrow(dim, 0, after)], dim)
+        return convolve(x, kernel, None, replace(geometry, padding=((0, 0),) * geometry.dims))
 
     def _patch_norms(self, x: Tensor) -> Tensor:
         batched = x.dim() == self.weight.dim()
