@@ -57,6 +57,27 @@ def test_the_linear_weighted_operator_changes_nothing():
     assert dcnet.decouple_(model).skipped["stem"] == "decoupled already"
 
 
+def test_new_parameters_of_frozen_layers_are_frozen():
+    """Otherwise a network that its owner has frozen would train."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)).requires_grad_(False)
+    model[1].bias.requires_grad_(True)
+    model[2].requires_grad_(True)
+    report = dcnet.decouple_(model, "tanh", "sigmoid:k=learned")
+    trained = ["1.bias", "1.raw_radius", "1.raw_k", "2.weight", "2.bias", "2.raw_radius", "2.raw_k"]
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
+    assert "the new parameters of layers that are frozen are frozen too: 0" in report.notes
+    report = dcnet.decouple_(nn.Sequential(nn.Conv2d(3, 4, 3)).requires_grad_(False), "linear")
+    assert not report.notes
+
+
+def test_complex_layers_are_left():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, dtype=torch.complex64))
+    report = dcnet.decouple_(model)
+    assert report.converted == ["0"]
+    assert "torch.complex64; decoupled operators take real" in report.skipped["1"]
+    assert model[1](torch.ones(1, 4, 3, 3, dtype=torch.complex64)).is_complex()
+
+
 def test_weights_hooks_and_optimizers_survive():
     model = Model()
     weights = {name: (p, p.detach().clone()) for name, p in model.named_parameters() if not name.startswith("late")}

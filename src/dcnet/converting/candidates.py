@@ -85,6 +85,9 @@ def reason_to_leave(
                 f"decouple_ cannot convert {name or '(the model itself)'!r}: {reason}. Nothing has been changed"
             )
         return reason
+    weight = module._parameters.get("weight")
+    if weight is not None and not weight.is_floating_point():
+        return f"its weight has dtype {weight.dtype}; decoupled operators take real floating-point numbers"
     if isinstance(parent, nn.MultiheadAttention) and type(parent).forward is nn.MultiheadAttention.forward:
         return "nn.MultiheadAttention multiplies by its weight without calling it"
     if kind not in types:

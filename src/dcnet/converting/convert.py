@@ -73,9 +73,9 @@ def decouple_(
 ) -> DecoupleReport:
     """Convert layers of `model` in place, keep their weights and biases, and return a report.
 
-    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. If anything is
-    wrong nothing is changed. The configuration of a transformers model gets a record of it, which `from_pretrained`
-    reads.
+    A layer keeps its identity: references to it, its hooks and the optimizer's parameters stay valid. Where all
+    parameters of a layer are frozen, its new ones are too. If anything is wrong nothing is changed. The configuration
+    of a transformers model gets a record of it, which `from_pretrained` reads.
 
     Args:
         model: any model.
@@ -160,6 +160,9 @@ def decouple_(
         change = Change(counts[name][0], parameters(module))
         report.rows.append(Row(name, kinds[name], became, name in report.skipped, change, work))
     report.added = [f"{name}.{own}".lstrip(".") for name, layer in chosen.items() for own in _new_parameters(layer)]
+    frozen = [_shown(name) for name, layer in chosen.items() if _new_parameters(layer) and _is_frozen(layer)]
+    if frozen:
+        report.notes.append(f"the new parameters of layers that are frozen are frozen too: {few(frozen)}")
     transposed = [name for name, module in model.named_modules() if isinstance(module, _TRANSPOSED)]
     if transposed:
         report.notes.append(f"transposed convolutions have no decoupled twin and stay as they are: {few(transposed)}")
@@ -223,11 +226,19 @@ def _convert(chosen: dict[str, nn.Module], options: dict[str, Any]) -> Callable[
             # Decoupled layers are plain ones with different arithmetic, so changing the class converts the layer.
             module.__class__ = twin_of(type(module))
             assert isinstance(module, Decoupled)
+            frozen = _is_frozen(module)
             module._init_decoupling(LayerOptions(**options))
+            for parameter in _new_parameters(module).values():
+                parameter.requires_grad_(not frozen)
     except BaseException:
         undo()
         raise
     return undo
+
+
+def _is_frozen(layer: nn.Module) -> bool:
+    """Tell whether none of a layer's own parameters is trained."""
+    return not any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
 
 
 def _why_nothing(report: DecoupleReport) -> str:
