@@ -435,3 +435,14 @@ def test_back_to_plain_names():
     torch.testing.assert_close(plain.stages[0].conv.weight, model.stages[0].conv.weight)
     layer = dcnet.DecoupledConv2d(3, 4, 3)
     assert list(dcnet.plain_state_dict(layer)) == ["weight"]
+
+
+def test_plain_state_of_a_layer_that_is_registered_twice():
+    def make():
+        conv = nn.Conv2d(3, 3, 3)
+        return nn.Sequential(conv, nn.ReLU(), nn.Sequential(conv))
+
+    model = make()
+    dcnet.decouple_(model, "tanh", "sigmoid:k=learned")
+    assert list(dcnet.plain_state_dict(model)) == ["0.weight", "0.bias", "2.0.weight", "2.0.bias"]
+    make().load_state_dict(dcnet.plain_state_dict(model), strict=True)

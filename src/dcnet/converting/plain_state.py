@@ -20,7 +20,8 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> nn.Conv2d(3, 8, 3, bias=False).load_state_dict(dcnet.plain_state_dict(dcnet.DecoupledConv2d(3, 8, 3)))
         <All keys matched successfully>
     """
-    extras = {
-        f"{name}." * bool(name) + extra for name, layer in decoupled_layers(model).items() for extra in layer._extras()
-    }
+    own: dict[nn.Module, list[str]] = {layer: layer._extras() for layer in decoupled_layers(model).values()}
+    # the state has a layer under every name by which it is registered
+    named = model.named_modules(remove_duplicate=False)
+    extras = {f"{name}." * bool(name) + extra for name, module in named for extra in own.get(module, ())}
     return {key: tensor for key, tensor in model.state_dict().items() if key not in extras}
