@@ -207,6 +207,9 @@ def register(kind, source):
     [
         ("magnitude", "def f(n): return n * n, n", r"slope in n is .* but its value changes at the rate"),
         ("magnitude", "def f(n, rho): return n / rho, 1.0 / rho, 0.0", "slope in rho"),
+        # right for small norms only, or for large ones; one of those is what a network has
+        ("magnitude", "def f(n): return m.minimum(n, 12.0), 1.0", r"slope in n is 1 at n=\d\d"),
+        ("magnitude", "def f(n): return m.maximum(n, 0.04), 1.0", r"slope in n is 1 at n=0\.0"),
         ("angular", "def f(c, k: learnable(start=1.0, floor=0.1) = 1.0): return c * k, k, 2.0 * c", "slope in k"),
         ("angular", "def f(c): return c", "must return its value, then its slopes in cos θ"),
         ("magnitude", "def f(n, rho): return n / rho, 1.0 / rho", "3 results"),

@@ -125,10 +125,15 @@ def _points(formula: Formula) -> Iterator[dict[str, Tensor]]:
         return low + (high - low) * torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
 
     first = "n" if formula.kind == "magnitude" else "c"
-    for draw in range(3):
-        point = {first: uniform(0.05, 5.0) if first == "n" else uniform(-0.99, 0.99)}
-        if formula.has_radius:
-            point["rho"] = uniform(0.2, 3.0)
+    for draw in range(5 if first == "n" else 3):
+        if draw < 3:
+            point = {first: uniform(0.05, 5.0) if first == "n" else uniform(-0.99, 0.99)}
+            if formula.has_radius:
+                point["rho"] = uniform(0.2, 3.0)
+        else:  # from the norm that eps leaves of an empty patch to those of wide layers
+            point = {"n": 10.0 ** uniform(-2.0, 2.0)}
+            if formula.has_radius:
+                point["rho"] = point["n"] * 10.0 ** uniform(-1.2, 1.2)
         for name, parameter in formula.parameters.items():
             low = (
                 -2.0
@@ -137,7 +142,7 @@ def _points(formula: Formula) -> Iterator[dict[str, Tensor]]:
             )
             point[name] = (
                 torch.full((count,), parameter.default, dtype=torch.float64, device="cpu")
-                if draw == 0
+                if draw in (0, 3)
                 else uniform(low, low + 2.0)
             )
         yield point
