@@ -59,6 +59,29 @@ def test_values_gradients_and_second_derivatives(geometry, order, chunk):
         assert_close(results(ours, x, create_graph), results(reference, x, create_graph), 1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("images", [1, 2, 9])
+def test_a_part_of_the_channels_in_channels_last_order(dims, images, dtype):
+    """As after `split` or `chunk`. Such maps are in channels_last order, but have room between them."""
+    kind = (dcnet.DecoupledConv1d, dcnet.DecoupledConv2d, dcnet.DecoupledConv3d)[dims - 1]
+    torch.manual_seed(0)
+    ours, reference = (kind(8, 8, 3, padding=1, groups=8, impl=impl) for impl in ("eager", "reference"))
+    reference.load_state_dict(ours.to(dtype).state_dict())
+    reference.double()
+    x = torch.randn(images, *[7] * dims, 24).to(dtype).movedim(-1, 1)
+    e = torch.randn(images, 8, *[7] * dims).to(dtype)
+
+    def gradients(layer, x, e):
+        x = x.detach().requires_grad_()
+        y = layer(x[:, 8:16])
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], e)]
+
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    for ours_is, exact in zip(gradients(ours, x, e), gradients(reference, x.double(), e.double()), strict=True):
+        assert float((ours_is.double() - exact).abs().max()) < tolerance * float(exact.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_within_the_error_rule(geometry, dtype):

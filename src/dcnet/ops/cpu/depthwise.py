@@ -81,6 +81,14 @@ def _ones(groups: int, kernel_size: tuple[int, ...]) -> Tensor:
         return torch.ones((groups, 1, *kernel_size))
 
 
+def _empty(shape: Sequence[int], dtype: torch.dtype, by_channel: bool) -> Tensor:
+    """Return maps to write to: `arranged` gives a view of them, not a copy."""
+    batch, channels, *positions = shape
+    if by_channel:
+        return torch.empty((batch, *positions, channels), dtype=dtype).movedim(-1, 1)
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
 class _Sums:
     """Sums over the windows of maps, and, transposed, over the windows that contain a place; not for autograd.
 
@@ -191,8 +199,8 @@ class _Depthwise(torch.autograd.Function):
         for rows in _slices(x):
             dot = convolve(x[rows], unit, None, geometry)
             if not made:  # the first dot product tells the memory format
-                made.append(torch.empty((len(x), *dot.shape[1:]), dtype=dot.dtype, memory_format=memory_format(dot)))
                 by_channel = channels_last(dot)
+                made.append(_empty((len(x), *dot.shape[1:]), dot.dtype, by_channel))
                 wanted = (want_x or want_unit, want_n, *want_vectors)
                 options = (dot.dtype == dtype, dot.shape[1] == groups, never_zero(eps, dtype), False)
                 kind = Kind(operator, relu, 3 if by_channel else 4, there, wanted, *options)
@@ -228,7 +236,7 @@ class _Depthwise(torch.autograd.Function):
         program = programs_of(kind, ctx.clamped, False).backward(*given)
         of_x = torch.empty_like(x) if want_x else None
         shape = (len(x), x.shape[1], *e.shape[2:])
-        of_n = torch.empty(shape, dtype=dtype, memory_format=memory_format(x)) if kind.wanted[1] else None
+        of_n = _empty(shape, dtype, by_channel) if kind.wanted[1] else None
 
         def of_part(rows: slice) -> tuple[Tensor, list[Tensor | None]]:
             """Return the gradients in some rows of the dot product, and in the vectors; write those in the norms."""
@@ -236,7 +244,7 @@ class _Depthwise(torch.autograd.Function):
             norm_map = sums.norms(x[rows], eps) if kept is None else kept[rows]
             d, n = (arranged(maps, groups, by_channel) for maps in (dot, norm_map))
             later = (arranged(maps[rows], groups, by_channel).to(dtype) for maps in (y, e) if maps is not None)
-            of_dot = torch.empty_like(dot)
+            of_dot = _empty(dot.shape, dot.dtype, by_channel)
             place = [arranged(of_dot, groups, by_channel)] if kind.wanted[0] else []
             of_norms, *of_vectors = program(*place, d, n, inverse(n, eps), *later)
             if of_n is not None:
