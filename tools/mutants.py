@@ -717,6 +717,27 @@ MUTANTS = [
         "penalty: of the parts of FSDP2", "layers/sharding.py", "if is_sharded(weight):", "if False:", "test_fsdp.py"
     ),
     Mutant(
+        "depthwise: gradients of norms written to a copy",
+        "ops/cpu/depthwise.py",
+        "_empty(shape, dtype, by_channel) if",
+        "_empty(shape, dtype, False) if",
+        "test_cpu_depthwise.py",
+    ),
+    Mutant(
+        "a slope that is wrong for large norms is registered",
+        "formulas/checks.py",
+        'range(5 if first == "n" else 3)',
+        "range(3)",
+        "test_formulas.py",
+    ),
+    Mutant(
+        "new parameters of frozen layers are trained",
+        "converting/convert.py",
+        "parameter.requires_grad_(not frozen)",
+        "parameter.requires_grad_(True)",
+        "test_convert.py",
+    ),
+    Mutant(
         "a mean that is not finite enters the average",
         "ops/mean_norm.py",
         "torch.where(finite, mean",

@@ -1,7 +1,7 @@
 """Kernels that are split among ranks by FSDP2 (`fully_shard`), and how to get them whole."""
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -34,8 +34,11 @@ def whole_kernels(name: str, layer: Decoupled) -> Tensor:
 
     It assumes that their gradient is the same on every rank, as that of a penalty is.
     """
-    weight: Any = check_shape(name, layer)  # read once: a parametrization computes a new one at every access
-    return weight.full_tensor() if is_sharded(weight) else weight  # type: ignore[no-any-return]
+    weight = check_shape(name, layer)  # read once: a parametrization computes a new one at every access
+    if is_sharded(weight):
+        whole: Tensor = cast(Any, weight).full_tensor()
+        return whole
+    return weight
 
 
 def modules_of_fsdp(model: nn.Module, kind: str) -> list[Any]:
