@@ -163,7 +163,11 @@ def test_a_run_folder_with_another_training(place, trained):
     assert lines(place) == [line]
     # records of another training's attacks, without its weights
     (folder / "checkpoint.safetensors").unlink()
-    Run(folder).add_attack({"setup": "predicted labels", "transfer": False, "labels": "predicted", "attacks": []})
+    attacks = [{"attack": name, "accuracy": -1.0, "attacked": 1, "seconds": 1.0} for name in ("fgsm", "bim")]
+    Run(folder).add_attack(
+        {"setup": "predicted labels", "transfer": False, "from": None, "labels": "predicted", "attacks": attacks}
+        | {"clean": -1.0, "images": 1, "eps": 0.1}
+    )
     refused = table(place, "white-box", PREDICTED)
     assert refused.exit_code == 1
     assert "has records of another training" in words(refused)
@@ -328,12 +332,18 @@ def test_attacks_that_are_left_of_a_run_that_is_gone(place):
     folder = place / "runs" / line["run"]
     folder.mkdir(parents=True)
     shutil.copy(place / "records" / line["run"] / "recipe.json", folder)
-    Run(folder).add_attack({"setup": "predicted labels", "transfer": False, "labels": "predicted", "attacks": []})
+    attacks = [{"attack": name, "accuracy": -1.0, "attacked": 1, "seconds": 1.0} for name in ("fgsm", "bim")]
+    Run(folder).add_attack(
+        {"setup": "predicted labels", "transfer": False, "from": None, "labels": "predicted", "attacks": attacks}
+        | {"clean": -1.0, "images": 1, "eps": 0.1}
+    )
     (place / "ledger.jsonl").unlink()
     done = table(place, "white-box", PREDICTED, weights=False)
     assert done.exit_code == 0, done.output
     assert setups(place) == [None, "predicted labels"]
-    assert set(lines(place)[1]["attacks"]) == {"fgsm", "bim"}
+    found = lines(place)[1]["attacks"]
+    assert set(found) == {"fgsm", "bim"}
+    assert min(found.values()) >= 0.0
 
 
 def test_attacks_on_a_network_that_has_not_converged(place):
