@@ -3,11 +3,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 ECOSYSTEM := .venv-ecosystem
+OLDEST := .venv-oldest
 
 # Beside other programs PyTorch's threads wait for each other many times as long without this (src/dcnet/training/processors.py)
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: demo test slow lint docs bench ecosystem mutants sanitize clean
+.PHONY: demo test slow lint docs bench ecosystem oldest mutants sanitize clean
 
 ## demo: train a plain network and three decoupled ones on handwritten digits, on the CPU, and write a report, in about two minutes
 demo: $(READY)
@@ -20,6 +21,10 @@ test: $(READY)
 ## ecosystem: the tests that meet other people's packages, all of them installed in a virtual environment of its own (some GB); none may be skipped for want of one
 ecosystem: $(ECOSYSTEM)/.ready
 	DCNET_ECOSYSTEM=1 $(ECOSYSTEM)/bin/python -m pytest -n 2 --dist worksteal -rs $$(grep -l "needs(" tests/test_*.py)
+
+## oldest: the whole suite with the oldest PyTorch and Triton that are supported, in a virtual environment of its own (some GB)
+oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -rs -W "ignore:Conversion of an array:DeprecationWarning"
 
 ## slow: the checks that take minutes, such as killing a training run twenty times
 slow: $(READY)
@@ -61,5 +66,10 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev,ecosystem]"
 	touch $@
 
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[dev]"
+	touch $@
+
 clean:
-	rm -rf .venv $(ECOSYSTEM) build runs src/*.egg-info
+	rm -rf .venv $(ECOSYSTEM) $(OLDEST) build runs src/*.egg-info
