@@ -49,7 +49,7 @@ LAYERS = {
 
 
 @pytest.fixture
-def nothing_is_zero():
+def new_memory_is_nan():
     """Fill what PyTorch allocates with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -71,13 +71,13 @@ def _results(layer, x, e, residual):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("order", [*ORDERS, *REPEATED])
-def test_maps_in_any_memory_order(order, name, nothing_is_zero):
+def test_maps_in_any_memory_order(order, name, new_memory_is_nan):
     check(order, name, "eager", 9)
 
 
 @pytest.mark.parametrize("name", ["dense", "depthwise", "block"])
 @pytest.mark.parametrize("order", ["some channels", "some channels, channels_last", "not aligned", "one image"])
-def test_kernels(order, name, nothing_is_zero):
+def test_kernels(order, name, new_memory_is_nan):
     check(order, name, "fused", 2)
 
 

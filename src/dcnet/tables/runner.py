@@ -77,7 +77,7 @@ class Runner:
                 ]:  # by a runner that was killed, or by hand
                     waiting.remove(task)
                     self._enter(task, jobs)
-                self._leave_out_what_says_nothing(waiting)
+                self._drop_attacks_on_not_converged(waiting)
                 left = until - time.monotonic()
                 needed = max(WORTH_STARTING, self._expected(jobs, len(running)) if only_whole else 0.0)
                 ready = [
@@ -107,7 +107,7 @@ class Runner:
             self._enter(task, jobs)
         return failed
 
-    def _leave_out_what_says_nothing(self, waiting: list[Task]) -> None:
+    def _drop_attacks_on_not_converged(self, waiting: list[Task]) -> None:
         """Remove attacks on a network that has not converged, or with images made on one.
 
         A rehearsal, on a few images, takes any network.
