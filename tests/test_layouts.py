@@ -7,7 +7,10 @@ from torch import nn
 
 import dcnet
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside the interpreter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, inside the interpreter
+    pytest.mark.filterwarnings("ignore:.*[Dd]eterministic:UserWarning"),  # cuBLAS says it cannot promise that
+]
 
 
 def _last(t):
@@ -72,31 +75,32 @@ def _results(layer, x, e, residual):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("order", [*ORDERS, *REPEATED])
 def test_maps_in_any_memory_order(order, name, new_memory_is_nan):
-    check(order, name, "eager", 9)
+    check(order, name, "eager", 9, "cpu")
 
 
 @pytest.mark.parametrize("name", ["dense", "depthwise", "block"])
 @pytest.mark.parametrize("order", ["some channels", "some channels, channels_last", "not aligned", "one image"])
 def test_kernels(order, name, new_memory_is_nan):
-    check(order, name, "fused", 2)
+    check(order, name, "fused", 2, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check(order, name, impl, images):
+def check(order, name, impl, images, device):
     torch.manual_seed(0)
-    ours, reference, exact = (LAYERS[name](impl=one) for one in (impl, "reference", "reference"))
+    ours, reference, exact = (LAYERS[name](impl=one).to(device) for one in (impl, "reference", "reference"))
     reference.load_state_dict(ours.state_dict())
     exact.load_state_dict(ours.state_dict())
     exact.double()
-    x = torch.randn(images, 8, 6, 5)
+    x = torch.randn(images, 8, 6, 5).to(device)
     with torch.no_grad():
         shape = exact.eval()(x.double()).shape
     exact.train()
-    e, residual = torch.randn(shape), torch.randn(shape) if name == "block" else None
+    e, residual = torch.randn(shape).to(device), torch.randn(shape).to(device) if name == "block" else None
     maps = {"x": x, "e": e} | ({} if residual is None else {"residual": residual})
     maps = {map_name: _ordered(values, order) for map_name, values in maps.items()}
     dense = {map_name: values.contiguous() for map_name, values in maps.items()}
 
     def run(layer, given):
-        return _results(layer, given["x"], given["e"], given.get("residual"))
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            return _results(layer, given["x"], given["e"], given.get("residual"))
 
     assert_within_rule(run(ours, maps), run(reference, dense), run(exact, as_float64(dense)))
