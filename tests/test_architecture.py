@@ -32,7 +32,7 @@ ALLOWED = {
     "figures": {"util", "formulas", "ops", "inspection", "robustness", "training"},
     "explorer": {"util", "formulas", "ops", "layers"},
     "report": {"util", "version", "training", "inspection", "figures", "robustness"},
-    "tables": {"util", "formulas", "data", "training", "figures"},
+    "tables": {"util", "formulas", "data", "robustness", "training", "figures"},
     "robustness": {"util", "formulas"},
     "explaining": {"util", "layers", "robustness"},
     "bench": {"util", "formulas", "ops", "layers", "fusing", "converting", "models"},

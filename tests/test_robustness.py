@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import sys
 
 import pytest
 import torch
@@ -290,6 +291,17 @@ def test_autoattack_in_inference_mode(monkeypatch):
     with torch.inference_mode():
         images, labels = torch.rand(3, 1, 8, 8), torch.zeros(3, dtype=torch.long)
         assert torch.equal(robustness.auto(model, images, labels, EPS), images)
+
+
+def test_a_missing_package_is_said_before_any_attack(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyautoattack", None)
+    asked = []
+    model = nn.Flatten()
+    model.register_forward_pre_hook(lambda module, images: asked.append(images))
+    images, labels = torch.rand(3, 1, 2, 2), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ImportError, match=r"AutoAttack is not installed: pip install 'dcnet\[attacks\]'"):
+        evaluate(model.eval(), images, labels, "fgsm,pgd,auto")
+    assert not asked
 
 
 class Saturated(nn.Module):

@@ -246,7 +246,7 @@ def test_a_budget_begins_with_the_call(quick_plan, monkeypatch):
     """Not after the data is found and weights are restored."""
     ledger, (task,) = quick_plan(steps=2)
     found = []
-    monkeypatch.setattr(Runner, "_find_data", lambda self, tasks: found.append(tasks))
+    monkeypatch.setattr(runner, "find_all_data", lambda tasks, options: found.append(tasks))
     clock = SimpleNamespace(monotonic=lambda: 3600.0 * len(found), sleep=time.sleep)
     monkeypatch.setattr(runner, "time", clock)
     said = []
@@ -422,6 +422,45 @@ def test_a_match_need_not_be_in_every_table(tmp_path):
     assert wanted > 0
 
 
+def test_matches_find_the_names_that_a_list_shows(tmp_path):
+    arguments = ["best", "--seeds", "0,1", "--runs", str(tmp_path), "--list"]
+
+    def missing(*matches):
+        listed = call("table", *arguments, *(word for match in matches for word in ("--match", match)))
+        assert listed.exit_code == 0, listed.output
+        return [line.removeprefix("  missing  ") for line in listed.output.splitlines() if "  missing  " in line]
+
+    titles = missing()
+    assert len(titles) == len(set(titles)) == 2 * len(TABLES["best"].cells)
+    for title in titles:
+        assert missing(title) == [title]
+    of_segconv = [title for title in titles if "SegConv" in title]
+    assert missing("SegConv") == of_segconv
+    assert sorted(missing("!segconv")) == sorted(set(titles) - set(of_segconv))
+    assert missing("cifar10,", "!seed 1", "!Conv, cosine", "!ReLU") == [
+        title for title in titles if "Baseline, CIFAR-10, " in title and "seed 0" in title
+    ]
+    nothing = call("table", *arguments, "--match", "!HyperConv")
+    assert nothing.exit_code != 0
+    assert "has 'HyperConv' in its name; the nearest of 10 names:" in " ".join(nothing.output.split())
+    assert nothing.output.count(";") == 5  # five names, not all
+
+
+def test_autoattack_is_asked_for_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyautoattack", None)
+    arguments = ["white-box", "--data", "digits", *LEARNS, "--device", "cpu", "--runs", str(tmp_path / "runs")]
+    arguments += ["--match", "Natural: AutoAttack, Baseline", "--match", "Natural: no attack, Baseline"]
+    refused = call("table", *arguments)
+    assert refused.exit_code == 1
+    words = "AutoAttack is not installed: pip install 'dcnet[attacks]', or leave such cells out: --match '!AutoAttack'"
+    assert words in " ".join(refused.output.split())
+    assert not list(tmp_path.rglob("recipe.json"))
+    done = call("table", *arguments, "--match", "!AutoAttack")
+    assert done.exit_code == 0, done.output
+    (entry,) = Ledger(tmp_path / "runs" / "ledger.jsonl").entries
+    assert entry.record["error"] < 90.0
+
+
 def test_an_attacked_table(tmp_path):
     """Networks are trained first, the source of images too; attacks follow, and each number stands in its row."""
     arguments = [
@@ -469,10 +508,14 @@ def test_an_attacked_table(tmp_path):
 def test_attacks_on_a_network_that_was_trained_again_do_not_count():
     """Its weights were lost, say: the numbers of one network must not stand beside those of another."""
     ledger = Ledger(ROOT / "results" / "tables" / "ledger.jsonl")
-    attack = next(entry for entry in ledger.entries if entry.setup == "white box")
+    attack = next(
+        entry
+        for entry in ledger.entries
+        if ledger.find(entry.recipe, "white box") is entry
+        and "fgsm-trained-baseline-cifar10-paper-bf16-seed-2" in entry.record["run"]
+    )
     trained = ledger.find(attack.recipe)
     assert trained is not None
-    assert ledger.find(attack.recipe, "white box") is not None
     shown = markdown(TABLES["white-box"], ledger)
     ledger._count(trained)  # the same training, entered by another runner too
     assert markdown(TABLES["white-box"], ledger) == shown
@@ -489,8 +532,8 @@ def test_attacks_on_a_network_that_was_trained_again_do_not_count():
         ledger._count(entry)
     lines = markdown(TABLES["white-box"], ledger).splitlines()
     assert "N/C: not converged." in lines[0]
-    row = next(line for line in lines if line.startswith("| Natural: PGD"))
-    assert row.split("|")[2].split("(")[0].strip().endswith(", 1 N/C")
+    row = next(line for line in lines if line.startswith("| FGSM-trained: PGD"))
+    assert row.split("|")[2].split("(")[0].strip().endswith(", 2 N/C")  # seed 0 has not converged either
 
 
 def test_tables_of_the_same_networks_train_them_once(tmp_path):
@@ -578,9 +621,8 @@ def test_an_attack_on_the_last_network(tmp_path):
 # -- ledger and pages --------------------------------------------------------------------------------------------------
 
 
-def write(path, *lines):
+def write(path, *lines, table=TABLES["cnn9"]):
     """A ledger of cells of the real table: (row and column, seed, error, fields)."""
-    table = TABLES["cnn9"]
     with path.open("w") as file:
         for title, seed, error, schedule, fields in lines:
             cell = next(cell for cell in table.cells if cell.title == title)
@@ -626,11 +668,34 @@ def test_pages_show_mean_deviation_and_what_did_not_converge(tmp_path):
     assert "26.57 (25.15)" in other
     assert "0.2 of the paper's schedule" in short
     assert "31.50 (25.15)" in short
+    assert len(short.splitlines()) == len(["about", "blank", "head", "rule", "one row"])
+    assert "Rows of which nothing is measured are left out." in short
+    assert "left out" not in paper
     html = page(TABLES.values(), Ledger(tmp_path / "ledger.jsonl"))
     blue, orange = (f"background: rgba({color}" for color in ("38, 110, 200", "226, 120, 20"))
     assert html.count(blue) == 0
     assert html.count(orange) == 3  # 25.00 against 24.29, 26.57 and 31.5 against 25.15
     assert "25.00 ± 1.00 (n = 3)<small>paper 24.29</small>" in html
+
+
+def test_columns_that_are_data_sets_stand_in_one_table(tmp_path):
+    settings = {"precision": "bf16"}
+    lines = [("Baseline, CIFAR-10", 0, 3.5, "paper", settings), ("Baseline, CIFAR-100", 0, 17.5, "paper", settings)]
+    lines += [("Baseline, CIFAR-10", 0, 20.5, "smoke", {**settings, "data": "digits"})]
+    ledger = write(tmp_path / "ledger.jsonl", *lines, table=TABLES["best"])
+    whole, digits = markdown(TABLES["best"], ledger).split("**Today's recipe")[1:]
+    assert "cifar10 and cifar100, the schedule of best-cifar, bf16" in whole
+    assert "| Baseline | 3.50 | 17.50 |" in whole
+    assert (
+        "digits, 0.0005 of the schedule of best-cifar, bf16. The paper's numbers are for cifar10 and cifar100" in digits
+    )
+    assert "| Baseline | 20.50 | 20.50 |" in digits  # the same network
+    listed = call("table", "best", "--list", "--ledger", str(ledger.path), "--set", "precision=bf16").output
+    assert "best: 2 cells are done with --schedule smoke --data digits" in listed
+    listed = call(
+        "table", "best", "--list", "--ledger", str(ledger.path), "--data", "digits", "--set", "precision=bf16"
+    )
+    assert "best: 2 cells are done with --schedule paper, without --data" in listed.output
 
 
 def test_tables_go_between_their_marks(tmp_path):

@@ -58,8 +58,8 @@ def table(
     match: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only cells with this in their name, such as SegConv; may be repeated; cells are trained in that "
-            "order."
+            help="Only cells with this in their name, such as SegConv; with a ! in front, such as !AutoAttack, all "
+            "others. May be repeated; cells are trained in that order."
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells trained at once on the device.")] = 1,
@@ -148,8 +148,8 @@ def table(
         which = schedule or ("smoke" if data == "digits" else "paper")
         if which not in SCHEDULES:
             raise ValueError(f"unknown schedule {which!r}.{nearest(which, SCHEDULES)} Possible: {', '.join(SCHEDULES)}")
-        check_matches(chosen, match)
         plans = [plan(one, book, runs, which, _seeds(seeds), match, keep_weights, **settings) for one in chosen]
+        check_matches(plans, match)
         for file in dict.fromkeys(file for one in plans for file in one.unused):
             say(f"{file}: not used, since these are not the weights of the network that counts in {book.path}")
         if show:
@@ -163,7 +163,7 @@ def table(
             runner.run_together(tasks, seconds)
             return
         failed = runner.run(tasks, jobs, seconds, only_whole)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         fail(error)
     except KeyboardInterrupt:
         say("stopped; the same command goes on", stderr=True)
@@ -251,13 +251,14 @@ def _show_others(plans: list[Plan], ledger: Ledger, schedule: str, settings: dic
     for one in plans:
         first = one.table.recipe(one.table.cells[0], schedule, **settings)
         for other, shown in settings_of(one.table, ledger, {}).items():
-            flags = f" --schedule {other.schedule}" * (other.schedule != schedule)
-            flags += f" --set precision={other.precision}" * (other.precision != first.precision)
-            given = "data" in settings or "data" not in one.table.cells[0].fields
-            flags += f" --data {other.data}" * (given and other.data != first.data)
-            if flags:
+            flags = [f"--schedule {other.schedule}"] * (other.schedule != schedule)
+            flags += [f"--set precision={other.precision}"] * (other.precision != first.precision)
+            flags += [f"--data {other.data}"] * (bool(other.data) and other.data != first.data)
+            how = [f"with {' '.join(flags)}"] * bool(flags)
+            how += ["without --data"] * (not other.data and "data" in settings)
+            if how:
                 count = sum(bool(cell.ours) for cell in shown.values())
-                say(f"  {one.table.name}: {count} cells are done with{flags}")
+                say(f"  {one.table.name}: {count} cells are done {', '.join(how)}")
 
 
 def marks(name: str) -> tuple[str, str]:

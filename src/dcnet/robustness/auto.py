@@ -1,11 +1,22 @@
 """AutoAttack (Croce and Hein, 2020), by the package pyautoattack."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.gradient_attacks import EPS
 from dcnet.robustness.losses import recordable, recording
+
+
+def autoattack() -> Any:
+    """Return the class that makes the attack; raise if its package is not installed."""
+    try:
+        from pyautoattack import AutoAttack
+    except ImportError as error:
+        raise ImportError("AutoAttack is not installed: pip install 'dcnet[attacks]'") from error
+    return AutoAttack
 
 
 def auto(
@@ -35,11 +46,7 @@ def auto(
     names = {"linf": "Linf", "l2": "L2"}
     if norm not in names:
         raise ValueError(f"unknown norm {norm!r}; possible: linf, l2")
-    try:
-        from pyautoattack import AutoAttack
-    except ImportError as error:
-        raise ImportError("AutoAttack is not installed: pip install 'dcnet[attacks]'") from error
-    attack = AutoAttack(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
+    attack = autoattack()(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
     found: Tensor
     with recording(model):
         images, labels = recordable(images), recordable(labels)

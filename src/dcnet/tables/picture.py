@@ -35,7 +35,8 @@ def compared(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> list[C
         cells = []
         for setting, by_title in settings_of(table, ledger, settings).items():
             for shown in by_title.values():
-                network = (setting, kind_of(table.recipe(shown.cell, **settings)))
+                recipe = table.recipe(shown.cell, **settings)
+                network = (kind_of(recipe), setting.data or recipe.data, setting.precision)
                 if setting.schedule == "paper" and table.measure == "error" and shown.difference is not None:
                     cells += [shown] if network not in seen else []
                     seen.add(network)

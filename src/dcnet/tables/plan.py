@@ -1,5 +1,6 @@
 """The tasks of a table: networks to train, then attacks on them, and what each will cost."""
 
+import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -66,13 +67,14 @@ class Task:
 class Plan:
     """The state of a table under one schedule: entries of the cells that are done, and tasks for the others.
 
-    unused: files of kept weights that are not those of the network that counts.
+    unused: files of kept weights that are not those of the network that counts. matched: the matches that found a cell.
     """
 
     table: Table
     done: list[tuple[Cell, Entry]] = field(default_factory=list)
     missing: list[Task] = field(default_factory=list)
     unused: list[Path] = field(default_factory=list)
+    matched: set[str] = field(default_factory=set)
 
 
 def plan(
@@ -88,22 +90,34 @@ def plan(
 ) -> Plan:
     """Return which cells are done and which have to be trained or attacked, seed by seed.
 
-    matches: only cells with one of these in their name, in the order of the matches; `check_matches` raises if one of
-    them finds nothing. weights: a folder of weights that were kept: these networks need no training before attacks,
-    if they are those of the training that counts. settings: recipe fields of all cells. Attacks on a network that has
-    not converged are done: its entry stands for them. Attacks with images made on such a network are left out.
+    matches: only cells with one of these in their name, in the order of the matches, and none with a match behind an
+    exclamation mark; `check_matches` raises if one of them finds nothing. weights: a folder of weights that were kept:
+    these networks need no training before attacks, if they are those of the training that counts. settings: recipe
+    fields of all cells. Attacks on a network that has not converged are done: its entry stands for them. Attacks with
+    images made on such a network are left out.
     """
     found = Plan(table)
     folders: dict[tuple[Any, ...], Path] = {}
     kept: dict[Path, Path] = {}
     named = [f"{name}={settings[name]}" for name in sorted(settings) if name not in (*COMPUTED, "data", "precision")]
 
+    def title_of(recipe: Recipe, name: str) -> str:
+        how = ", ".join((recipe.data, f"{schedule} schedule", recipe.precision, *named, f"seed {recipe.seed}"))
+        return f"{table.networks or table.name}: {name}, {how}"
+
+    def names_of(cell: Cell, seed: int) -> str:
+        """Return the name that a cell has in its table, and the one that --list shows."""
+        try:
+            recipe = table.recipe(cell, schedule, seed, **settings)
+        except ValueError:  # it cannot be trained with these settings, which is said if it is to be
+            return cell.title
+        return f"{cell.title}\n{title_of(recipe, cell.network or cell.title)}"
+
     def network(recipe: Recipe, name: str, paper: Any, needs_weights: bool) -> Path:
         """Return the run folder of a network; add a task to train it if it is missing."""
         known = cell_of(recipe)
         if known not in folders:
-            how = ", ".join((recipe.data, f"{schedule} schedule", recipe.precision, *named, f"seed {recipe.seed}"))
-            title = f"{table.networks or table.name}: {name}, {how}"
+            title = title_of(recipe, name)
             folders[known] = runs / _slug(title)
             trained = _in_folder(folders[known], recipe, ledger)
             file = None if weights is None else weights / f"{folders[known].name}.safetensors"
@@ -119,7 +133,7 @@ def plan(
         return folders[known]
 
     for seed in seeds:
-        for cell in _matching(table, matches):
+        for cell in _matching({cell: names_of(cell, seed) for cell in table.cells}, matches or [], found.matched):
             recipe = table.recipe(cell, schedule, seed, **settings)
             setup = cell.attack[0] if cell.attack is not None else None
             network_entry = ledger.find(recipe)
@@ -179,23 +193,33 @@ def in_order(tasks: Iterable[Task]) -> list[Task]:
     return sorted(once.values(), key=lambda task: (task.setup is not None, task.setup is not None and task.setup.long))
 
 
-def _matching(table: Table, matches: list[str] | None) -> list[Cell]:
-    """Return the cells with one of the matches in their names, in the order of the matches."""
-    cells: dict[str, Cell] = {}
-    for match in matches or [""]:
-        cells |= {cell.title: cell for cell in table.cells if match.lower() in cell.title.lower()}
-    return list(cells.values())
+def _matching(texts: dict[Cell, str], matches: Sequence[str], matched: set[str]) -> list[Cell]:
+    """Return the cells that match, in the order of the matches; note which matches have found one."""
+    wanted = [match for match in matches if not match.startswith("!")]
+    chosen: dict[Cell, None] = {}
+    for match in wanted or [""]:
+        chosen |= dict.fromkeys(cell for cell, text in texts.items() if match.lower() in text.lower())
+    for match in matches:
+        having = [cell for cell, text in texts.items() if match.removeprefix("!").lower() in text.lower()]
+        if having:
+            matched.add(match)
+        if match.startswith("!"):
+            chosen = {cell: None for cell in chosen if cell not in having}
+    return list(chosen)
 
 
-def check_matches(tables: Sequence[Table], matches: list[str] | None) -> None:
-    """Raise if a match finds no cell in any of the tables."""
+def check_matches(plans: Sequence[Plan], matches: list[str] | None) -> None:
+    """Raise if a match finds no cell in any of the plans."""
     for match in matches or []:
-        if not any(_matching(table, [match]) for table in tables):
-            which = (
-                f"the table {tables[0].name}" if len(tables) == 1 else f"the tables {', '.join(t.name for t in tables)}"
+        if not any(match in one.matched for one in plans):
+            names = [one.table.name for one in plans]
+            which = f"the table {names[0]}" if len(names) == 1 else f"the tables {', '.join(names)}"
+            titles = list(dict.fromkeys(cell.title for one in plans for cell in one.table.cells))
+            close = difflib.get_close_matches(match.removeprefix("!"), titles, n=5, cutoff=0.0)
+            raise ValueError(
+                f"no cell of {which} has {match.removeprefix('!')!r} in its name; the nearest of {len(titles)} names: "
+                f"{'; '.join(close)}. --list shows all"
             )
-            there = "; ".join(dict.fromkeys(cell.title for table in tables for cell in table.cells))
-            raise ValueError(f"no cell of {which} has {match!r} in its name; there are {there}")
 
 
 def _slug(title: str) -> str:

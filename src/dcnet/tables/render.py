@@ -45,16 +45,22 @@ class Setting:
     """What all numbers of one rendered table have in common."""
 
     schedule: str
-    data: str
+    data: str  # empty: that of each cell
     precision: str
     others: str = ""  # recipe fields that all cells were given
 
 
 def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[Setting, dict[str, Shown]]:
-    """Return the measured cells of a table, separately for each schedule, data set and precision."""
+    """Return the measured cells of a table, separately for each schedule, data set and precision.
+
+    Cells that name their own data sets, such as two columns, stand together.
+    """
     settings = {name: value for name, value in settings.items() if name not in ("data", "precision", "seed")}
     found: dict[Setting, dict[str, Shown]] = {}
-    wheres = dict.fromkeys((entry.recipe.data, entry.recipe.precision) for entry in ledger.entries)
+    own_data = table.data if any("data" in cell.fields for cell in table.cells) else []
+    wheres = dict.fromkeys(
+        ("" if entry.recipe.data in own_data else entry.recipe.data, entry.recipe.precision) for entry in ledger.entries
+    )
     seeds = sorted({entry.recipe.seed for entry in ledger.entries})
     own_length = {"steps", "epochs"} & set(settings)  # then all schedules have the same length
     for schedule in ("",) if own_length else SCHEDULES:
@@ -62,35 +68,47 @@ def settings_of(table: Table, ledger: Ledger, settings: dict[str, Any]) -> dict[
         for data, precision in wheres:
             shown = {}
             for cell, own in recipes.items():
-                if "data" in cell.fields and own.data != data:
-                    continue
+                where = data or own.data
                 setup, attack = (cell.attack[0].name, cell.attack[1]) if cell.attack is not None else (None, None)
                 kind = kind_of(own)
-                of_seeds = [ledger.counting.get((kind, data, precision, seed), {}) for seed in seeds]
+                of_seeds = [ledger.counting.get((kind, where, precision, seed), {}) for seed in seeds]
                 measured = [entries for entries in of_seeds if setup in entries]
                 # attacked or not: a network that has not converged says nothing
                 converged = [each for each in measured if not any(entry.diverged for entry in each.values())]
                 numbers = tuple(each[setup].number(table.measure, attack) for each in converged)
                 # the paper's number is for its own data and recipe
-                compared = cell if own.data == data and not settings else replace(cell, paper=None)
+                compared = cell if own.data == where and not settings else replace(cell, paper=None)
                 shown[cell.title] = Shown(compared, numbers, len(measured) - len(numbers))
             if any(one.ours for one in shown.values()):
                 found[Setting(schedule, data, precision, ", ".join(f"{n}={v}" for n, v in settings.items()))] = shown
     return found
 
 
-def _about(table: Table, setting: Setting) -> str:
+def _about(table: Table, setting: Setting, left_out: bool) -> str:
     share = SCHEDULES.get(setting.schedule, 0.0)  # 0: the length is one of the other settings
     whole = "the paper's schedule" if table.base.startswith("paper") else f"the schedule of {table.base}"
     length = whole if share == 1.0 else f"{share:g} of {whole}" if share else "a schedule of its own"
     words = f"{MEASURES[table.measure].capitalize()} in percent, at the last epoch. "
-    words += f"{setting.data}, {length}, {setting.precision}{setting.others and ', ' + setting.others}."
+    data = setting.data or " and ".join(table.data)
+    words += f"{', '.join(filter(None, (data, length, setting.precision, setting.others)))}."
     kinds = {name.partition(":")[0] for name in table.data}  # ImageNet's folder may be anywhere
-    if setting.data.partition(":")[0] not in kinds:
+    if setting.data and setting.data.partition(":")[0] not in kinds:
         words += f" The paper's numbers are for {' and '.join(table.data)}, and are not to be compared with these."
     elif share not in (0.0, 1.0):
         words += " The paper's numbers are for the whole schedule, and are not to be compared with these."
+    if left_out:
+        words += " Rows of which nothing is measured are left out."
     return f"{words} {table.note}".strip()
+
+
+def _rows(table: Table, setting: Setting, shown: dict[str, Shown]) -> dict[str, list[Shown | None]]:
+    """Return the rows: under the paper's schedule all, otherwise those of which something is measured."""
+    rows = {row: [shown.get(Cell(row, column, {}).title) for column in table.columns] for row in table.rows}
+    return {
+        row: cells
+        for row, cells in rows.items()
+        if setting.schedule == "paper" or any(one is not None and one.ours for one in cells)
+    }
 
 
 def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
@@ -100,18 +118,19 @@ def markdown(table: Table, ledger: Ledger, **settings: Any) -> str:
     """
     lines = []
     for setting, shown in settings_of(table, ledger, settings).items():
-        compared = any(one.cell.paper is not None for one in shown.values())
+        rows = _rows(table, setting, shown)
+        there = [one for cells in rows.values() for one in cells if one is not None]
+        compared = any(one.cell.paper is not None for one in there)
         words = " In brackets: the paper’s." if compared else ""
-        if any(NOT_CONVERGED in text for one in shown.values() for text in (one.ours, one.paper)):
+        if any(NOT_CONVERGED in text for one in there for text in (one.ours, one.paper)):
             words += f" {NOT_CONVERGED}: not converged."
         lines += [
-            f"**{table.title}.** {_about(table, setting)}{words}",
+            f"**{table.title}.** {_about(table, setting, len(rows) < len(table.rows))}{words}",
             "",
             "| | " + " | ".join(table.columns) + " |",
             "|---" * (1 + len(table.columns)) + "|",
         ]
-        for row in table.rows:
-            cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
+        for row, cells in rows.items():
             lines.append(
                 f"| {row} | "
                 + " | ".join(
@@ -153,14 +172,15 @@ def page(tables: Iterable[Table], ledger: Ledger, **settings: Any) -> str:
         for setting, shown in settings_of(table, ledger, settings).items():
             head = "".join(f"<th>{html.escape(column)}</th>" for column in table.columns)
             body = []
-            for row in table.rows:
-                cells = [shown.get(Cell(row, column, {}).title) for column in table.columns]
+            rows = _rows(table, setting, shown)
+            about = _about(table, setting, len(rows) < len(table.rows))
+            for row, cells in rows.items():
                 body.append(
                     f"<tr><th>{html.escape(row)}</th>"
                     f"{''.join(_html_cell(one, table.measure == 'accuracy') for one in cells)}</tr>"
                 )
             parts.append(
-                f"<h2>{html.escape(table.title)}</h2>\n<p>{html.escape(_about(table, setting))}</p>\n"
+                f"<h2>{html.escape(table.title)}</h2>\n<p>{html.escape(about)}</p>\n"
                 f'<div class="scroll"><table><tr><th></th>{head}</tr>\n' + "\n".join(body) + "</table></div>"
             )
     legend = (

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dcnet.tables.checks import check_attacks, check_folders, check_places, find_all_data
 from dcnet.tables.ledger import Ledger, all_attacks, entry_of_attacks, entry_of_training, keep_record, kept_record
 from dcnet.tables.plan import Task
 from dcnet.tables.table import MEASURES
@@ -23,17 +24,15 @@ from dcnet.training import (
     Interrupted,
     NonFiniteLoss,
     Run,
-    find_data,
     joined,
     open_run,
-    recipe_differences,
     restore_run,
     save_weights,
     train,
 )
 from dcnet.training.interruption import Interruption
 from dcnet.training.processors import SHORT_WAITS
-from dcnet.util.files import check_writable, check_writable_folder, write_json
+from dcnet.util.files import write_json
 from dcnet.util.lock import InUse, locked
 
 _STOPPING = 5.0  # seconds before the end in which running cells write their checkpoints
@@ -62,9 +61,10 @@ class Runner:
     def run(self, tasks: list[Task], jobs: int, seconds: float, only_whole: bool = False) -> list[str]:
         """Do the tasks, `jobs` at once, within the seconds; return the titles of those that failed."""
         until = time.monotonic() + seconds
-        self._check_places(tasks)
-        self._check_folders(tasks)
-        self._find_data(tasks)
+        check_places(tasks, self.ledger, self.weights, self.records)
+        check_folders(tasks, self.ledger)
+        check_attacks(tasks)
+        find_all_data(tasks, self.options)
         self._restore(tasks)
         waiting, failed = list(tasks), []
         running: dict[Task, tuple[subprocess.Popen[bytes], float]] = {}
@@ -127,37 +127,6 @@ class Runner:
             self.say(f"not done, as a network they need failed or diverged: {'; '.join(titles)}")
         return titles
 
-    def _check_places(self, tasks: list[Task]) -> None:
-        """Raise if what is found cannot be written, before a cell is trained instead of after it."""
-        if not tasks:
-            return
-        check_writable(self.ledger.path)
-        for folder in (tasks[0].folder.parent, self.weights, self.records):
-            if folder is not None:
-                check_writable_folder(folder)
-
-    def _check_folders(self, tasks: list[Task]) -> None:
-        """Raise if the run folder of a task has another run, of another cell or of a training that does not count."""
-        for task in tasks:
-            what = None
-            if (there := task.other) is not None:
-                what = f"holds the run of another cell: {', '.join(recipe_differences(there, task.recipe).values())}"
-            elif task.setup is None and task.ended is not None and self.ledger.find(task.recipe) is not None:
-                if self.ledger.replaced_in(task.folder, task.recipe):
-                    continue  # a runner was killed before it could enter it
-                what = f"holds another training of this cell than the one that counts in {self.ledger.path}"
-                if self.ledger.counts(task.recipe, task.ended.result):
-                    what = f"holds this cell without the weights ({task.ended.checkpoint.name}) that attacks need"
-            if what is not None:
-                raise ValueError(
-                    f"{task.folder} {what}. Possible: another folder (--runs), or remove that one to train it again"
-                )
-
-    def _find_data(self, tasks: list[Task]) -> None:
-        """Raise if data is missing, here instead of in the process of every cell; fetch it if asked to."""
-        for name in dict.fromkeys(task.recipe.data for task in tasks if task.ended is None):
-            find_data(name, self.options.get("data_root", "data"), bool(self.options.get("download")))
-
     def _restore(self, tasks: list[Task]) -> None:
         """Make run folders from kept weights, for attacks on networks trained before, and complete their records."""
         for folder, path in {folder: path for task in tasks for folder, path in task.kept.items()}.items():
@@ -199,8 +168,8 @@ class Runner:
         """Train the tasks one after the other, each on all of torchrun's processes."""
         if any(task.setup is not None for task in tasks):
             raise ValueError("attacks are made on one device each: run this table without torchrun")
-        self._check_places(tasks)
-        self._check_folders(tasks)
+        check_places(tasks, self.ledger, self.weights, self.records)
+        check_folders(tasks, self.ledger)
         until = time.monotonic() + seconds
         with joined(self.options.get("device")) as ranks:
             for task in tasks:
