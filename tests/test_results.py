@@ -83,6 +83,63 @@ def test_the_readme_says_what_it_is_worth():
     assert f"{min(gains):.1f} to {max(gains):.1f} points less test error" in text
 
 
+def test_what_pages_say_of_todays_recipe():
+    (shown,) = settings_of(TABLES["best"], Ledger(CELLS / "ledger.jsonl"), {}).values()
+    error = {
+        (operator, data): shown[f"{row}, {column}"].ours
+        for operator, row in (("plain", "Baseline"), ("seg", "SegConv, cosine"))
+        for data, column in ((10, "CIFAR-10"), (100, "CIFAR-100"))
+    }
+    plain, seg = ((error[operator, 100], error[operator, 10]) for operator in ("plain", "seg"))
+    readme, choosing, results = (
+        (RESULTS.parent / name).read_text() for name in ("README.md", "docs/choosing.md", "docs/results.md")
+    )
+    assert (
+        f"to {plain[0]}% on CIFAR-100 and {plain[1]}% on CIFAR-10, and `seg` + `cosine` to {seg[0]} and {seg[1]}%"
+        in readme
+    )
+    assert (
+        f"plain {plain[0]} % on CIFAR-100 and {plain[1]} % on CIFAR-10, `seg` + `cosine` {seg[0]} and {seg[1]} %"
+        in choosing
+    )
+    assert f"| plain, `best-cifar` | **{plain[0]}** | {plain[1]} |" in results
+    assert f"| SegConv with cosine, `best-cifar` | {seg[0]} | **{seg[1]}** |" in results
+    (paper,) = settings_of(TABLES["resnet32"], Ledger(CELLS / "ledger.jsonl"), {}).values()
+    before = [paper[f"{row}, Cosine"].ours for row in ("Baseline", "SegConv")]
+    gains = [float(old) - float(new[0]) for old, new in zip(before, (plain, seg), strict=True)]
+    leads = [float(before[0]) - float(before[1]), float(plain[0]) - float(seg[0])]
+    words = f"the plain network by {gains[0]:.1f} points and SegConv by {gains[1]:.1f}, and the operator's lead of "
+    assert words + f"{leads[0]:.1f} points becomes −{-leads[1]:.1f}" in results
+
+
+def test_what_pages_say_of_trades():
+    ledger = Ledger(CELLS / "ledger.jsonl")
+    (shown,) = (
+        one for setting, one in settings_of(TABLES["white-box"], ledger, {}).items() if setting.schedule == "short"
+    )
+    names = {"plain": "Baseline", "sphere": "SphereConv", "tanh": "TanhConv", "seg": "SegConv"}
+    rows = ("no attack", "PGD-50×5")
+    clean, pgd = (
+        {name: shown[f"TRADES-trained: {row}, {cell}"].numbers[0] for name, cell in names.items()} for row in rows
+    )
+    both = {name: f"{clean[name]:.1f} and {pgd[name]:.1f}" for name in names}
+    sentence = (
+        f"plain {both['plain']}, SphereConv {both['sphere']}, TanhConv {both['tanh']},\n    SegConv {both['seg']}."
+    )
+    assert sentence in (RESULTS.parent / "docs" / "results.md").read_text()
+    choosing = (RESULTS.parent / "docs" / "choosing.md").read_text()
+    assert f"`tanh` {both['tanh']} %, plain {both['plain']} %, `sphere` {both['sphere']} %" in choosing
+    assert f"`seg` has {clean['seg']:.1f} % right, and {pgd['seg']:.1f} % under PGD" in choosing
+    readme = (RESULTS.parent / "README.md").read_text()
+    left = {name: f"{value:.0f}%" for name, value in pgd.items()}
+    assert left["plain"] == left["sphere"]
+    assert (
+        f"the plain network and SphereConv keep {left['plain']}, TanhConv {left['tanh']} and SegConv {left['seg']}"
+        in readme
+    )
+    assert all(3.0 < clean[name] - clean["plain"] < 5.0 for name in ("tanh", "seg")), "3 to 5 points"
+
+
 def test_pages_of_tables_are_of_the_ledger():
     ledger = Ledger(CELLS / "ledger.jsonl")
     shown = [name for name, table in TABLES.items() if markdown(table, ledger)]
