@@ -58,8 +58,8 @@ def table(
     match: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only cells with this in their name, such as SegConv; with a ! in front, such as !AutoAttack, all "
-            "others. May be repeated; cells are trained in that order."
+            help="Only cells with this in their name, such as SegConv; with a ! in front, as in !AutoAttack, all "
+            "others; may be repeated; cells are trained in that order."
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Cells trained at once on the device.")] = 1,
