@@ -128,3 +128,21 @@ def test_every_fgsm_training(page):
     assert len(found) == 19
     assert sum("overfitted" in row for row in found) == 7
     assert sum("| no |" in row for row in found) == 10, "as the page says in words"
+
+
+def under_margin(training, name, schedule, seed=0):
+    """Return what PGD with the margin loss leaves of a network."""
+    run = Run(TABLES / f"robustness-{training}-trained-{name}-cifar10-{schedule}-bf16-seed-{seed}")
+    (record,) = (one for one in run.attacks if one["attacks"][0]["attack"] == "pgd:iterations=50:loss=margin")
+    assert record["images"] == 10_000
+    return record["worst"]
+
+
+def test_trades_under_the_margin_loss(page):
+    names = ("baseline", "sphereconv", "tanhconv", "segconv")
+    plain, sphere, tanh, seg = (f"{under_margin('trades', name, 'short'):.1f}" for name in names)
+    words = f"leaves {plain}% of the plain network, {sphere}% of SphereConv, {tanh}% of TanhConv and {seg}% of SegConv"
+    assert words in page
+    choosing = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    words = f"leaves {seg} % of `seg` with TRADES, {tanh} of `tanh`, {sphere} of `sphere` and {plain} of plain"
+    assert words in choosing
