@@ -146,3 +146,12 @@ def test_trades_under_the_margin_loss(page):
     choosing = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     words = f"leaves {seg} % of `seg` with TRADES, {tanh} of `tanh`, {sphere} of `sphere` and {plain} of plain"
     assert words in choosing
+
+
+def test_fgsm_training_under_the_margin_loss(page):
+    names = {"baseline": 1, "sphereconv": 0, "ballconv": 0, "tanhconv": 0}
+    plain, sphere, ball, tanh = (f"{under_margin('fgsm', name, 'paper', seed):.1f}" for name, seed in names.items())
+    words = (
+        f"{plain}% of the plain network (seed 1), {sphere}% of SphereConv, {ball}% of BallConv and {tanh}% of TanhConv"
+    )
+    assert words in page
