@@ -11,7 +11,7 @@ from dcnet.cli.own_formulas import Formulas, TrustFormulas, register
 from dcnet.formulas import parse_number
 from dcnet.robustness import ATTACKS, parse_attack
 from dcnet.robustness.checks import check_eps
-from dcnet.robustness.evaluate import as_typed, shared_norm
+from dcnet.robustness.evaluate import as_typed, parse_attacks, shared_norm
 from dcnet.robustness.records import conditions, in_words, replaced
 from dcnet.training import InUse, Run, attack_run, is_trained_file, restore_run, restored_run
 from dcnet.training.progress import showing
@@ -76,7 +76,7 @@ def attack(
     try:
         register(formulas)
         number = parse_eps(eps)
-        norm = shared_norm([parse_attack(part) for part in attacks.split(",")])
+        norm = shared_norm(parse_attacks(attacks))
         check_eps(number, norm)
         if check and number > 1.0:
             raise ValueError(f"eps={number:g}: the check-up is for ℓ∞, where ε is at most 1; do without it: --no-check")

@@ -10,7 +10,7 @@ from dcnet.robustness.gradient_attacks import EPS
 from dcnet.robustness.losses import recordable, recording
 
 
-def autoattack() -> Any:
+def import_autoattack() -> Any:
     """Return the class that makes the attack; raise if its package is not installed."""
     try:
         from pyautoattack import AutoAttack
@@ -46,7 +46,7 @@ def auto(
     names = {"linf": "Linf", "l2": "L2"}
     if norm not in names:
         raise ValueError(f"unknown norm {norm!r}; possible: linf, l2")
-    attack = autoattack()(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
+    attack = import_autoattack()(model, norm=names[norm], eps=eps, version="standard", device=images.device, seed=seed)
     found: Tensor
     with recording(model):
         images, labels = recordable(images), recordable(labels)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dcnet.formulas import parse_number
-from dcnet.robustness.auto import auto, autoattack
+from dcnet.robustness.auto import auto, import_autoattack
 from dcnet.robustness.checks import check, check_finite
 from dcnet.robustness.deepfool import deepfool
 from dcnet.robustness.gradient_attacks import EPS, bim, fgsm, pgd
@@ -87,14 +87,14 @@ def parse_attack(text: str) -> Attack:
     return Attack(name, parameters)
 
 
-def possible_attacks(attacks: str | Sequence[str | Attack]) -> list[Attack]:
+def parse_attacks(attacks: str | Sequence[str | Attack]) -> list[Attack]:
     """Return the attacks of a text such as "fgsm,auto"; raise if one is unknown, or needs a package that is missing."""
     chosen = [
         parse_attack(part) if isinstance(part, str) else part
         for part in (attacks.split(",") if isinstance(attacks, str) else attacks)
     ]
     if any(attack.name == "auto" for attack in chosen):
-        autoattack()
+        import_autoattack()
     return chosen
 
 
@@ -175,7 +175,7 @@ def evaluate(
         worst accuracy. DeepFool gives sizes of perturbations, of all images classified right, and takes no part in the
         accuracy.
     """
-    chosen = possible_attacks(attacks)
+    chosen = parse_attacks(attacks)
     norm = shared_norm(chosen)
     check(model, images, labels, eps, norm)
     maker = model if source is None else source

@@ -1,9 +1,9 @@
-"""What is looked at before a cell is trained: what is wrong then would show hours later."""
+"""Checks before the first cell is trained, so that a mistake shows at once and not after hours."""
 
 from pathlib import Path
 from typing import Any
 
-from dcnet.robustness.evaluate import possible_attacks
+from dcnet.robustness.evaluate import parse_attacks
 from dcnet.tables.ledger import Ledger
 from dcnet.tables.plan import Task
 from dcnet.training import find_data, recipe_differences
@@ -49,7 +49,7 @@ def check_attacks(tasks: list[Task]) -> None:
     for task in tasks:
         if task.setup is not None and task.ended is None:
             try:
-                possible_attacks(task.setup.attacks)
+                parse_attacks(task.setup.attacks)
             except ImportError as error:
                 raise ImportError(
                     f"{task.title}: {error}, or leave such cells out: --match '!{task.setup.name}'"

@@ -195,17 +195,15 @@ def in_order(tasks: Iterable[Task]) -> list[Task]:
 
 def _matching(texts: dict[Cell, str], matches: Sequence[str], matched: set[str]) -> list[Cell]:
     """Return the cells that match, in the order of the matches; note which matches have found one."""
+    having = {
+        match: [cell for cell, text in texts.items() if match.removeprefix("!").lower() in text.lower()]
+        for match in matches
+    }
+    matched |= {match for match, cells in having.items() if cells}
     wanted = [match for match in matches if not match.startswith("!")]
-    chosen: dict[Cell, None] = {}
-    for match in wanted or [""]:
-        chosen |= dict.fromkeys(cell for cell, text in texts.items() if match.lower() in text.lower())
-    for match in matches:
-        having = [cell for cell, text in texts.items() if match.removeprefix("!").lower() in text.lower()]
-        if having:
-            matched.add(match)
-        if match.startswith("!"):
-            chosen = {cell: None for cell in chosen if cell not in having}
-    return list(chosen)
+    unwanted = {cell for match in matches if match.startswith("!") for cell in having[match]}
+    chosen = dict.fromkeys(cell for match in wanted for cell in having[match]) if wanted else texts
+    return [cell for cell in chosen if cell not in unwanted]
 
 
 def check_matches(plans: Sequence[Plan], matches: list[str] | None) -> None:
